@@ -33,8 +33,7 @@ def main() -> None:
     trainer = Engine(train_step)
 
     def print_spike(engine: Engine) -> None:
-        state = engine.state
-        print(f"iteration {state.iteration}: gradient norm {state.metrics['grad_norm']:.0f}, update skipped")
+        print(f"iteration {engine.state.iteration}: norm {engine.state.metrics['grad_norm']:.0f}, update skipped")
 
     with wandb.init(project="gradwatch-examples", name="ignite"):
         GradWatch(model, skip=True, on_spike=print_spike, log_every=10).attach(trainer)  # the one line

@@ -1,4 +1,4 @@
-"""What tests share: a home of their own, W&B runs that need no account, and a W&B server on the loopback interface."""
+"""Fixtures for all tests: an isolated home, W&B runs without an account, and a W&B server on the loopback interface."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from hypothesis import settings
 from loopback import LoopbackServer
 
-# Of every run, also of those that scripts start: nothing that W&B measures or saves by itself, and nobody to reach.
+# W&B settings of every run, including those of scripts: W&B is offline and collects no data by itself.
 QUIET = {
     "DISABLE_GIT": "true",
     "ERROR_REPORTING": "false",
-    "MODE": "offline",  # a test that forgets to say where still reaches nobody
+    "MODE": "offline",  # so that a test without an explicit mode does not use the network
     "SAVE_CODE": "false",
     "SILENT": "true",
     "X_DISABLE_META": "true",
@@ -28,7 +28,7 @@ QUIET = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where slow tests are left out, property tests have a fifth of their examples. None has a deadline."""
+    """Set the number of examples of property tests: 20 without slow tests, otherwise 100. No test has a deadline."""
     settings.register_profile("few", max_examples=20, deadline=None)
     settings.register_profile("many", max_examples=100, deadline=None)
     settings.load_profile("few" if config.option.markexpr == "not slow" else "many")
@@ -36,9 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, and on one worker all files whose tests start processes: there is one fork server then.
+    """Extend `--dist loadfile`: one worker runs all files whose tests start processes, so there is one fork server.
 
-    pytest-xdist's own groups are without effect under pytest 9.
+    The groups of pytest-xdist have no effect under pytest 9.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty HOME and WANDB_DIR, and none of the caller's W&B variables, for this process and those it starts."""
+    """Set an empty HOME and WANDB_DIR and remove the caller's W&B variables, for this process and its children."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WANDB_")]:
@@ -71,20 +71,20 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def loopback() -> Iterator[LoopbackServer]:
-    """A W&B server on 127.0.0.1: see `loopback.py`."""
+    """A W&B server on 127.0.0.1, which records what runs send (see `loopback.py`)."""
     with LoopbackServer() as server:
         yield server
 
 
 @pytest.fixture
 def start_run(tmp_path: Path, loopback: LoopbackServer) -> Iterator[Callable[..., Any]]:
-    """Start W&B runs that are finished with the test: `start_run(mode="offline", **wandb.init arguments)`.
+    """Start W&B runs that end with the test: `start_run(mode="offline", **wandb.init arguments)`.
 
-    `server=` takes a `LoopbackServer` and makes the run an online one there; `settings=` takes a dict.
+    `server=` takes a `LoopbackServer` that an online run uses; `settings=` takes a dict of W&B settings.
     """
     import wandb
 
-    del loopback  # asked for so that it outlives the runs: finish() waits for its server
+    del loopback  # requested only so that the server outlives the runs: finish() waits for it
     runs = []
 
     def start(
@@ -94,7 +94,7 @@ def start_run(tmp_path: Path, loopback: LoopbackServer) -> Iterator[Callable[...
         settings: dict[str, Any] | None = None,
         **more: Any,
     ) -> Any:
-        quiet = {"console": "off", "finish_timeout": 30.0} | (settings or {})  # days, if its server is gone
+        quiet = {"console": "off", "finish_timeout": 30.0} | (settings or {})  # finish() would wait for days
         chosen = wandb.Settings(mode=mode, **quiet)
         if server is not None:
             chosen = server.settings(mode="shared" if mode == "shared" else "online", **quiet)
@@ -117,7 +117,7 @@ def offline_run(start_run: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def watched() -> Iterator[Callable[..., Any]]:
-    """Make a model of parameters of these sizes, its SGD, and where its samples go, watched until the test is over."""
+    """Make a model with parameters of these sizes, watched until the test ends; return it, its SGD and its sink."""
     import torch
     from gradients import Chosen, watch
 
@@ -134,5 +134,5 @@ def watched() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What the package has said so far, through its logger."""
+    """A function that returns the messages that the package has logged so far."""
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("wandb_gradwatch")]

@@ -1,4 +1,4 @@
-"""Samples of real trainings for tests, computed from `p.grad` in float64 numpy, without any part of the monitor."""
+"""Samples of real trainings for tests, computed from `p.grad` in float64 numpy, without the package's capture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wandb_gradwatch.snapshot._shapes import concatenate
 
 
 def row_of(grad: np.ndarray, parameter: np.ndarray | None = None) -> np.ndarray:
-    """The row of one gradient, written out from the columns' definitions: [C]."""
+    """Return the row of one gradient, computed from the definitions of the columns: [C]."""
     values = np.asarray(grad, dtype=np.float64).ravel()
     finite = values[np.isfinite(values)]
     magnitude = np.abs(finite)
@@ -48,7 +48,7 @@ def sample_of(
     skipped: bool = False,
     trainable: list[bool] | None = None,
 ) -> Snapshot:
-    """One sample of these gradients by name; None is a gradient that did not arrive."""
+    """Return a snapshot with one sample of these gradients by name; None is a missing gradient."""
     rows = np.full((1, len(grads), NUM_COLUMNS), np.nan)
     counts = np.zeros((len(grads), NUM_BINS), dtype=np.int64)
     for index, (name, grad) in enumerate(grads.items()):
@@ -70,21 +70,21 @@ def sample_of(
 
 
 def of_norms(norms: Iterable[float], *, start: int = 1, name: str = "w") -> Snapshot:
-    """One parameter of one element, which is trained a little, whose gradient's norm is given for each sample."""
+    """Return samples of one parameter with one element: gradients of these norms, and a value that changes a little."""
     rows = np.stack([row_of(np.array([g]), np.array([1.0 + 1e-9 * (place % 2)])) for place, g in enumerate(norms)])
     rows = rows[:, None]
     return Snapshot(steps=np.arange(start, start + len(rows)), names=(name,), rows=rows)
 
 
 def together(samples: Iterable[Snapshot]) -> Snapshot:
-    """Many samples as one snapshot."""
+    """Concatenate samples to one snapshot."""
     merged = concatenate(list(samples))
     assert merged is not None
     return merged
 
 
 def random_samples(seed: int, num: int = 60) -> list[Snapshot]:
-    """Samples with everything in them: missing, zero, NaN, Inf, skipped, tiny, huge, a name that appears later."""
+    """Return random samples with missing, zero, NaN, Inf, tiny and huge gradients, skipped steps, and late names."""
     rng = np.random.default_rng(seed)
     samples = []
     for step in range(1, num + 1):
@@ -104,12 +104,12 @@ def random_samples(seed: int, num: int = 60) -> list[Snapshot]:
 
 @dataclass
 class Training:
-    """A small training loop that keeps a sample of every step.
+    """A small training loop that takes a sample of every step.
 
     Args:
-        model, optimizer: trained as they are.
-        loss: from the model and the step (from 1) to a scalar.
-        change_gradients: called with the model between backward and step: the place of a fault, or of clipping.
+        loss: a function from the model and the step, counted from 1, to a scalar.
+        change_gradients: called with the model and the step after the backward, to plant a fault or to clip.
+        losses: filled by `run`, one number per step.
     """
 
     model: torch.nn.Module
@@ -119,7 +119,7 @@ class Training:
     losses: list[float] = field(default_factory=list)
 
     def run(self, num_steps: int, *, scheduler: torch.optim.lr_scheduler.LRScheduler | None = None) -> Snapshot:
-        """Train and return all samples, the last with a histogram."""
+        """Train and return all samples; the last step has a histogram."""
         samples = []
         for step in range(1, num_steps + 1):
             self.optimizer.zero_grad()
@@ -135,7 +135,7 @@ class Training:
 
 
 def take_sample(model: torch.nn.Module, step: int, *, histogram: bool = False) -> Snapshot:
-    """The sample of a model whose backward has just ended."""
+    """Return a sample of a model's gradients and parameters."""
     with torch.no_grad():
         named = dict(model.named_parameters())
         return sample_of(
@@ -148,5 +148,5 @@ def take_sample(model: torch.nn.Module, step: int, *, histogram: bool = False) -
 
 
 def module_kinds(model: torch.nn.Module) -> dict[str, str]:
-    """The class name of every module, by its name: the context that a diagnosis may be given."""
+    """Return {module name: class name}, which a diagnosis takes as context."""
     return {name: type(module).__name__ for name, module in model.named_modules()}

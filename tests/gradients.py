@@ -1,4 +1,4 @@
-"""Models whose gradients are chosen by the test: the loss is the inner product with them."""
+"""Models whose gradients a test chooses: the loss is the inner product of parameters and chosen gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Values = Sequence[float] | Tensor
 
 
 class Chosen(nn.Module):
-    """Parameters of ones; `loss(a=[...])` gives parameter a exactly that gradient."""
+    """Parameters of ones. The backward of `loss(a=[...])` gives parameter `a` exactly that gradient."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, **sizes: int) -> None:
         super().__init__()
@@ -32,21 +32,21 @@ class Chosen(nn.Module):
 
 
 def watch(model: Any, *args: Any, **options: Any) -> tuple[Watcher, MemorySink]:
-    """watch() into memory, every step sampled and flushed, no rules unless given."""
+    """Call watch() with a MemorySink: by default every step is sampled and flushed, and there are no rules."""
     sink = MemorySink()
     options = {"sinks": [sink], "rules": [], "sample_every": 1, "log_every": 1} | options
     return wandb_gradwatch.watch(model, *args, **options), sink
 
 
 def step(model: Chosen, optimizer: torch.optim.Optimizer, **gradients: Values) -> None:
-    """One ordinary step."""
+    """Train one step: zero_grad(), backward(), step()."""
     optimizer.zero_grad()
     model.loss(**gradients).backward()
     optimizer.step()
 
 
 def samples(watcher: Watcher, sink: MemorySink) -> Snapshot:
-    """Everything that was sampled, as one snapshot; the watcher is removed."""
+    """Remove the watcher and return all samples as one snapshot."""
     watcher.remove()
     merged = sink.merged()
     assert merged is not None, "nothing was sampled"
@@ -54,12 +54,12 @@ def samples(watcher: Watcher, sink: MemorySink) -> Snapshot:
 
 
 def of(snapshot: Snapshot, name: str, statistic: str) -> Any:
-    """One statistic of one name over the samples: [S]."""
+    """Return one statistic of one parameter over the samples: [S]."""
     return getattr(snapshot, statistic)[:, snapshot.names.index(name)]
 
 
 def train(make: Callable[[], nn.Module], data: Sequence[Tensor], *, watched: bool, **options: Any) -> Mapping[str, Any]:
-    """A plain training; returns the final parameters."""
+    """Train with Adam, watched or not, and return the final parameters."""
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""Read back what a run left in its offline file, with the reader that W&B ships (`wandb leet inspect`)."""
+"""Read the offline file of a W&B run with W&B's own reader (`wandb leet inspect`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def offline_file(run_or_directory: Any) -> Path:
-    """The `.wandb` file of a run, or of the only offline run below a directory."""
+    """Return the `.wandb` file of a run, or of the only offline run below a directory."""
     if isinstance(run_or_directory, Path):
-        for _ in range(100):  # a script's own process can end before W&B's has made the file
+        for _ in range(100):  # the script can end before wandb-core has created the file
             if paths := list(run_or_directory.rglob("run-*.wandb")):
                 (path,) = paths
                 return path
@@ -22,17 +22,17 @@ def offline_file(run_or_directory: Any) -> Path:
 
 
 def records(run_or_directory: Any, *, idle_timeout: str = "10s") -> list[dict[str, Any]]:
-    """All records of a run that has ended, in order.
+    """Return all records of a run that has ended, in order.
 
     Args:
-        run_or_directory: see `offline_file`.
-        idle_timeout: how long to wait for the exit record; one that could not finish writes none.
+        run_or_directory: a run, or a directory that holds one offline run.
+        idle_timeout: how long to wait for the exit record, which a run that could not finish does not write.
     """
     from wandb.util import get_core_path
 
     path = offline_file(run_or_directory)
-    # The command behind `wandb leet inspect --json --follow`, without the second that the CLI takes to import. The
-    # file can lag behind run.finish(): --follow ends at the exit record.
+    # The command behind `wandb leet inspect --json --follow`, without the second that the CLI takes to import.
+    # run.finish() can return before the file is complete: --follow reads until the exit record.
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--follow"]
     command += ["--idle-timeout", idle_timeout, "--run-file", str(path), str(path.parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -40,5 +40,5 @@ def records(run_or_directory: Any, *, idle_timeout: str = "10s") -> list[dict[st
 
 
 def history(run_or_directory: Any) -> list[dict[str, Any]]:
-    """The history rows of an offline run that has ended. Nested keys are joined by "."; NaN is a string."""
+    """Return the history rows of an offline run that has ended. Nested keys are joined by "."; NaN is a string."""
     return [record["history"]["item"] for record in records(run_or_directory) if record["type"] == "history"]

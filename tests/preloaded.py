@@ -1,4 +1,4 @@
-"""What the fork server of processes.py has before it forks: packages that take seconds to import, compiled loops."""
+"""Preload the fork server of processes.py: import packages that take seconds to import, and compile the CPU loops."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from importlib import import_module
 from wandb_gradwatch._measure.measure import compile_for_cpu
 
 MODULES = [
-    *["numba", "wandb", "torch._dynamo"],  # the first optimizer of a process imports dynamo
+    *["numba", "wandb", "torch._dynamo"],  # dynamo: the first optimizer of a process imports it
     *["torch.distributed.fsdp", "torch.distributed.tensor.parallel"],
     *["accelerate", "ignite.engine", "lightning.pytorch", "transformers.trainer"],
 ]
 for name in MODULES:
     with suppress(ImportError):
         import_module(name)
-with suppress(RuntimeError):  # without numba
+with suppress(RuntimeError):  # raised without numba
     compile_for_cpu("compiled")
-sys.stdout.flush()  # what an import has said is no script's: otherwise each forked process writes it again
+sys.stdout.flush()  # otherwise each forked process would print the buffered output of the imports again
 gc.collect()
-gc.freeze()  # a collection in a forked process would copy all of this memory
+gc.freeze()  # otherwise a garbage collection in a forked process would copy all of this memory

@@ -1,4 +1,4 @@
-"""Processes of their own, forked from one that has imported all that takes seconds: preloaded.py says what."""
+"""Run tests' code in new processes, forked from a server that has imported the slow packages (see preloaded.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATH = [str(ROOT), str(ROOT / "tests")]
 
 
 class Ended(NamedTuple):
-    """How a process ended; its exit status is negative where a signal ended it."""
+    """How a process ended. `returncode` is negative if a signal ended the process."""
 
     returncode: int
     stdout: str
@@ -31,9 +31,9 @@ class Ended(NamedTuple):
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment, without the address of its wandb-core, which wandb.init() leaves in it.
+    """Return this process's environment without WANDB_SERVICE, the address of its wandb-core that wandb.init() adds.
 
-    A script that found it would write its run there, and nothing would be left in its own folder.
+    With that address a script would send its run to this process's wandb-core, which writes to another folder.
     """
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
 
@@ -42,7 +42,7 @@ def inherited() -> dict[str, str]:
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    # Before Python 3.12.8 the server looks for what is to be preloaded in a path of its own.
+    # Before Python 3.12.8 the server does not inherit sys.path, so it needs PYTHONPATH to find `preloaded`.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([*_PATH, os.environ.get("PYTHONPATH", "")])):
         forkserver.ensure_running()
     return context
@@ -51,13 +51,13 @@ def _fork_server() -> Any:
 def forked(
     function: Callable[..., object], *calls: Sequence[Any], timeout: float = 600, **environment: str
 ) -> list[Ended]:
-    """Call a function in one process for each tuple of arguments, side by side, and wait for all of them.
+    """Call a function with each tuple of arguments, each in its own process at the same time, and wait for all.
 
-    When one fails, or at the time limit, those that are left are killed: they may wait for it.
+    If one process fails, or at the time limit, the others are killed, because they may wait for the failed one.
 
     Args:
-        function: of a module that the processes can import.
-        environment: variables that differ from this process's.
+        function: a function in a module that the processes can import.
+        environment: variables that differ from those of this process.
     """
     variables = inherited() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def _call(function: Callable[..., object], arguments: Sequence[Any], variables: 
     for number, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     sys.path[:0] = [path for path in _PATH if path not in sys.path]
-    # As an interpreter ends, which multiprocessing leaves out: W&B notes what was raised, and finishes runs at exit.
+    # multiprocessing skips sys.excepthook and atexit, which W&B needs to record an exception and to finish runs.
     try:
         function(*arguments)
     except SystemExit:
@@ -107,11 +107,11 @@ def _call(function: Callable[..., object], arguments: Sequence[Any], variables: 
 
 
 def script(path: Path, *arguments: Any, folder: Path, world: int = 1, **how: Any) -> Ended:
-    """Run a script as `python PATH ARGUMENTS` does, in a folder that is its home and has its W&B runs, offline.
+    """Run a script as `python PATH ARGUMENTS` does, offline. `folder` is its home, and holds its W&B runs.
 
     Args:
-        world: run it on so many ranks, as torchrun does; what they say is joined.
-        how: the time limit and the variables of `forked`.
+        world: the number of ranks, started as torchrun does; the outputs of all ranks are joined.
+        how: `timeout` and environment variables for `forked`.
     """
     home: dict[str, Any] = {"HOME": str(folder), "WANDB_DIR": str(folder), "WANDB_MODE": "offline"} | how
     if world == 1:
@@ -135,7 +135,7 @@ def _run(path: Path, arguments: Sequence[Any], folder: Path, variables: dict[str
 
 
 def launch(worker: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """What each of two ranks has written, and what they said."""
+    """Run a program on two ranks; return the JSON that each has written to RANK.json, and their standard error."""
     program = folder / "worker.py"
     program.write_text(worker)
     ended = script(program, folder, folder=folder, world=2)

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, as real processes that talk gloo over loopback, within a hard time limit."""
+"""Run a function on several ranks: real processes that communicate with gloo over loopback, with a time limit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Call = tuple[str, dict[str, Any]]
 
 
 def run(module: str, calls: list[Call], world: int, *, timeout: float = 600) -> list[list[Any]]:
-    """Call `module.function(rank, world, **arguments)` on every rank, one call after the other.
+    """Call `module.function(rank, world, **arguments)` on every rank, one call after the other in the same processes.
 
     Returns:
-        For each call what each rank returned. One start of the processes serves all calls.
+        [calls][ranks]: what each call returned on each rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         ended = forked(
@@ -44,7 +44,7 @@ def _rank(rank: int, world: int, folder: str, module: str, calls: list[Call]) ->
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     try:
         programs = importlib.import_module(module)
-        # Each at once: what a program returns may go on changing while the next one runs.
+        # Pickle each result at once, because the next program may still change the object.
         results = [pickle.dumps(getattr(programs, name)(rank, world, **arguments)) for name, arguments in calls]
         Path(f"{folder}/results.{rank}").write_bytes(pickle.dumps(results))
     finally:

@@ -1,4 +1,4 @@
-"""Real small trainings, healthy and faulty, for the tests of rules and diagnosis. Each is a Training not yet run."""
+"""Small real trainings, healthy and faulty, for the tests of rules and diagnosis. Each function returns a Training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _regression(dim: int = 10, batch: int = 64, *, seed: int = 0, scale: float =
 
 
 def mlp_stack(depth: int, *, dim: int = 10, width: int = 32, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
-    """`depth` hidden layers and a head."""
+    """Return an MLP with `depth` hidden layers and a head of one output."""
     layers: list[nn.Module] = []
     for index in range(depth):
         layers += [nn.Linear(dim if index == 0 else width, width), activation()]
@@ -44,12 +44,12 @@ def mlp(seed: int = 0, *, lr: float = 1e-2, optimizer: type = torch.optim.Adam, 
 
 
 def summed_loss(seed: int = 0) -> Training:
-    """The sum over half a million elements, not the mean: healthy norms far above 100."""
+    """A loss that is summed over half a million elements, not averaged: healthy norms are far above 100."""
     return mlp(seed, scale=5e5)
 
 
 def toy_curve(seed: int = 0) -> Training:
-    """The tutorial's first network: one input, ReLU, the whole data in every batch."""
+    """A first tutorial's network: one input, ReLU, and all data in every batch."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, 1))
     x = torch.linspace(-1, 1, 64)[:, None]
@@ -61,7 +61,7 @@ def toy_curve(seed: int = 0) -> Training:
 
 
 def conv_net(seed: int = 0, *, batch: int = 32, lr: float = 0.05) -> Training:
-    """Stripes or no stripes, with batch norm, momentum and cross-entropy."""
+    """Classify images with horizontal, vertical or no stripes, with batch norm, momentum and cross-entropy."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(
@@ -81,7 +81,7 @@ def conv_net(seed: int = 0, *, batch: int = 32, lr: float = 0.05) -> Training:
 
 
 class CharModel(nn.Module):
-    """A transformer of two blocks over characters, written out so that its key bias and its embeddings are real."""
+    """A small character transformer, with the key bias and the embeddings of a real one."""
 
     def __init__(self, vocabulary: int, *, dim: int = 32, length: int = 32, blocks: int = 2) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def char_transformer(seed: int = 0, *, lr: float = 3e-3) -> Training:
 
 
 class LoRALinear(nn.Module):
-    """A frozen layer with a trained low-rank update whose B begins at zero."""
+    """A frozen layer with a trainable low-rank update whose B is initialised to zero."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class LoRALinear(nn.Module):
 
 
 def lora(seed: int = 0) -> Training:
-    """Only the adapters are trained, and only they are watched: their names are the model's trainable parameters."""
+    """Fine-tuning with LoRA, where only the adapters are trained and sampled."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         LoRALinear(nn.Linear(10, 32)), nn.ReLU(), LoRALinear(nn.Linear(32, 32)), nn.ReLU(), LoRALinear(nn.Linear(32, 1))
@@ -155,7 +155,7 @@ def lora(seed: int = 0) -> Training:
 
 
 def lstm(seed: int = 0) -> Training:
-    """A clipped recurrent network on text."""
+    """An LSTM on text."""
     torch.manual_seed(seed)
     loss, vocabulary = _text_loss(seed)
     model = RecurrentModel(vocabulary, kind=nn.LSTM)
@@ -183,11 +183,11 @@ def sigmoid_stack(seed: int = 0, *, depth: int = 8) -> Training:
 
 
 def unclipped_rnn(seed: int = 0, *, lr: float = 2.0) -> Training:
-    """A ReLU recurrence over 32 steps, plain SGD, no clipping."""
+    """A ReLU RNN over 32 time steps with plain SGD and without clipping."""
     torch.manual_seed(seed)
     loss, vocabulary = _text_loss(seed)
     model = RecurrentModel(vocabulary, kind=nn.RNN, nonlinearity="relu")
-    with torch.no_grad():  # a recurrence whose gain is above 1, as it becomes in training
+    with torch.no_grad():  # a gain above 1, which training can reach
         model.rnn.weight_hh_l0.copy_(1.3 * torch.nn.init.orthogonal_(torch.empty(32, 32)))
     return Training(model, torch.optim.SGD(model.parameters(), lr=lr), loss)
 
@@ -206,7 +206,7 @@ def wild_transformer(seed: int = 0) -> Training:
 
 
 def tiny_loss_fp16(seed: int = 0, *, scale: float = 1e-6) -> Training:
-    """Gradients that pass through float16 after a loss that was divided too often."""
+    """Gradients that underflow in float16, because the loss is too small."""
     torch.manual_seed(seed)
     model = mlp_stack(2)
 
@@ -227,7 +227,7 @@ def dead_relus(seed: int = 0, *, layer: int = 2, bias: float = -20.0) -> Trainin
 
 
 def frozen_layer(seed: int = 0) -> Training:
-    """Frozen on purpose."""
+    """A layer that is frozen on purpose."""
     torch.manual_seed(seed)
     model = mlp_stack(2)
     model[2].requires_grad_(False)
@@ -235,7 +235,7 @@ def frozen_layer(seed: int = 0) -> Training:
 
 
 def detached_layer(seed: int = 0) -> Training:
-    """To be trained, and cut off from the loss."""
+    """A trainable layer that is detached from the loss."""
     torch.manual_seed(seed)
     model = mlp_stack(2)
     layer = model[2]
@@ -276,7 +276,7 @@ def batch_norm_of_two(seed: int = 0, *, batch: int = 2) -> Training:
 
 
 def poisoned_batch(seed: int = 0, *, at: int = 60, factor: float = 1e3) -> Training:
-    """One batch whose targets are in another unit."""
+    """One batch whose loss is multiplied by `factor`."""
     torch.manual_seed(seed)
     training = mlp(seed)
     clean = training.loss
@@ -285,7 +285,7 @@ def poisoned_batch(seed: int = 0, *, at: int = 60, factor: float = 1e3) -> Train
 
 
 def rate_jumps(seed: int = 0, *, at: int = 60, factor: float = 100) -> Training:
-    """A schedule with a slip: from one step on the learning rate is a hundred times what it was."""
+    """From step `at` on the learning rate is `factor` times higher."""
     training = mlp(seed, lr=1e-3)
     clean = training.loss
 
@@ -306,7 +306,7 @@ def zeroed_before_step(seed: int = 0) -> Training:
 
 
 def growing_depth(seed: int = 0) -> Training:
-    """A deep linear stack whose layers each double the signal: it explodes through depth at the first step."""
+    """A deep linear stack whose layers each triple the signal: gradients explode through depth at the first step."""
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)), nn.Linear(32, 1))
     with torch.no_grad():
@@ -317,7 +317,7 @@ def growing_depth(seed: int = 0) -> Training:
 
 
 def invalid_operation(seed: int = 0, *, at: int = 40) -> Training:
-    """A square root at exactly 0 in the middle of the network, in one batch: its derivative times 0 is NaN."""
+    """A square root of exactly 0 inside the network, in one batch: its derivative is Inf, and Inf times 0 is NaN."""
     torch.manual_seed(seed)
 
     class Root(nn.Module):

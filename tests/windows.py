@@ -1,4 +1,4 @@
-"""Snapshots made by hand: {name: gradient values} per sample, so that a test's expected numbers are closed forms."""
+"""Snapshots from given gradients: {name: values} per sample, so that a test can derive its expected numbers by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Gradients = Mapping[str, Sequence[float] | None]  # None: no gradient arrived
 
 
 def row(gradient: Sequence[float] | None, *, param_norm: float = 1.0, clip: float = 1.0) -> Any:
-    """The row of one gradient, column by column as columns.py says."""
+    """Return the row of one gradient, computed in numpy from the definitions in columns.py: [C]."""
     if gradient is None:
         return MISSING_C.copy()
     values = np.asarray(gradient, dtype=np.float64)
@@ -45,7 +45,7 @@ def row(gradient: Sequence[float] | None, *, param_norm: float = 1.0, clip: floa
 
 
 def window(*samples: Gradients, first_step: int = 1, histogram: bool = False, **more: Any) -> Snapshot:
-    """A window of one sample per argument; the histogram counts all of them."""
+    """Return a snapshot with one sample per argument; the histogram counts the gradients of all samples."""
     names = tuple(dict.fromkeys(name for sample in samples for name in sample))
     steps = np.arange(first_step, first_step + len(samples))
     rows = np.array([[row(sample.get(name)) for name in names] for sample in samples])
