@@ -1,8 +1,8 @@
-// The alerts as a list, the most severe first and those of one title together; their numbers are the flags on every time axis.
+// The list of alerts, grouped by title, most severe first. Their numbers label the flags on all time axes.
 
 const LEVEL_WORDS = { ERROR: "Error", WARN: "Warning", INFO: "Info" };
 
-// The layers that an alert names, as indices of names.
+// The layers that an alert names, as indices into the names.
 function layersOf({ text }) {
   const words = new Set(text.split(/[\s,;:()]+/).map((word) => word.replace(/\.$/, "")));
   return run.layers.names.map((_, name) => name).filter((name) => words.has(run.layers.names[name]));
@@ -45,7 +45,7 @@ function alertsSection() {
   return node;
 }
 
-// What the flight recorder holds of the steps around an alert, step by step: the layers that stand out first.
+// The flight recorder's rows around an alert, step by step, with the most conspicuous layers first.
 const AROUND = 4; // recorded steps on either side
 const MOST_GUILTY = 12;
 
@@ -59,7 +59,7 @@ function recordedAround(alert) {
   const title = `Steps ${steps[0].toLocaleString("en-US")}–${steps.at(-1).toLocaleString("en-US")} one by one, from the flight recorder`;
   const details = element("details", { class: "data around" }, element("summary", {}, title));
   const fill = () => {
-    const layers = new Map(); // name to its rows by step
+    const layers = new Map(); // by name: its rows by step
     for (const row of rows) {
       if (!layers.has(row[name])) layers.set(row[name], new Map());
       layers.get(row[name]).set(row[step], row);
@@ -81,10 +81,10 @@ function recordedAround(alert) {
   return details;
 }
 
-// Flags of the alerts at the top edge of a plot, and their lines through it. `box` is in device pixels.
+// Draw the flags of the alerts at the top edge of a plot, and their lines through it. `box` is in device pixels.
 function drawFlags(context, box, positionOf) {
   const scale = devicePixelRatio;
-  context.canvas.flags = []; // where they are, for a click on one
+  context.canvas.flags = []; // the places of the flags, for clicks
   context.save();
   for (const flag of groupedFlags(positionOf, 26 * scale)) {
     context.strokeStyle = levelColour(flag.level);
@@ -113,7 +113,7 @@ function drawFlags(context, box, positionOf) {
   context.restore();
 }
 
-// Alerts in view, from left to right; those whose flags would overlap share one, in the colour of the worst.
+// Return the alerts in view, from left to right; overlapping ones share a flag in the colour of the most severe.
 function groupedFlags(positionOf, distance) {
   const flags = [];
   const inView = content.alerts
@@ -156,13 +156,13 @@ page.addEventListener("click", (event) => {
   node.scrollIntoView({ behavior: "smooth", block: "start" });
 });
 
-// The first bad operation, where the step was run again: what, where, and from there to where.
+// Show the first bad operation, if the step was run again: what it made, where, and which modules it reached.
 function findingOf({ finding }) {
   if (!finding.length) return null;
   return element("dl", { class: "finding", "aria-label": "The first bad operation" }, finding.flatMap(([name, value]) => [element("dt", {}, name), element("dd", { class: name.toLowerCase() }, value)]));
 }
 
-// A twentieth of the run around a step, but never less than a few flushes.
+// Return a twentieth of the run around a step, but at least a few flushes.
 function zoomTo(step) {
   const reach = Math.max((FULL_RANGE[1] - FULL_RANGE[0]) / 20, 4 * typicalSpacing(content.steps));
   setRange(step - reach, step + reach);

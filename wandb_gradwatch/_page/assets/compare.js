@@ -1,4 +1,4 @@
-// Several runs side by side: the first beside each of the others.
+// Several runs side by side: the first compared with each of the others.
 
 function comparisonHeader() {
   const sentences = content.pairs.map((pair) => element("p", { class: "verdict " + (pair.alike ? "good" : "careful") }, pair.sentence + "."));
@@ -29,7 +29,7 @@ function stripsCard() {
   const { node, picture } = card("strips");
   for (const strip of content.strips) {
     const lines = strip.lines.map(({ xs, offset }) => [xs, Array.from(float32At(offset, xs.length))]);
-    // Where one run has no value at another's step, the joined column is undefined: a line goes on over it.
+    // The joined column is undefined if one run has no value at another's step; lines continue across it.
     const [xs, ...columns] = uPlot.join(lines);
     const series = columns.map((values, index) => ({ label: content.runs[index].letter, values, colour: lineColour(index), width: 1.5, marksNonFinite: true }));
     const host = element("div", { class: "chart" });
@@ -39,7 +39,7 @@ function stripsCard() {
   return node;
 }
 
-// The ratio of two runs by layer and step, and both norms of one layer.
+// The ratio of two runs by layer and step, and the norms of one layer in both runs.
 class Pair extends Grid {
   constructor(description) {
     super(description);

@@ -1,4 +1,4 @@
-// The run, unpacked: small things from the JSON, matrices from the compressed bytes.
+// The unpacked run: small data from the JSON, matrices from the compressed bytes.
 
 const CODE_MISSING = 0;
 const CODE_ZERO = 1;
@@ -8,7 +8,7 @@ const CODE_INFINITE = 65535;
 let content = JSON.parse(document.getElementById("content").textContent);
 let arrays = new Uint8Array();
 
-// Take a run's content and its packed arrays in place of those before.
+// Replace the current content and arrays by those of a run.
 async function load(newContent, packedText) {
   const packed = Uint8Array.from(atob(packedText), (character) => character.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -19,13 +19,13 @@ async function load(newContent, packedText) {
 
 const float32At = (offset, count) => new Float32Array(arrays.slice(offset, offset + 4 * count).buffer);
 
-// names x columns codes of one metric, and what a code means.
+// The names x columns codes of one metric, and the meaning of a code.
 class Matrix {
   // meaning: {label, long, colours, format, centre}
   constructor(description, numNames, numColumns, meaning) {
     this.key = description.key;
     this.meaning = meaning;
-    this.even = description.signed === true; // in even steps, for values of both signs; else in steps of the logarithm
+    this.even = description.signed === true; // linear steps, for values of both signs; otherwise logarithmic steps
     this.numColumns = numColumns;
     this.start = description.start;
     this.step = description.step;
@@ -76,10 +76,10 @@ function meaningIn(grid, metric) {
   return meaning;
 }
 
-const MAX_CHOSEN = 24; // more lines than this tell nothing
-const AT_FIRST = 5; // names whose lines are drawn before anybody has chosen
+const MAX_CHOSEN = 24; // more lines are unreadable
+const AT_FIRST = 5; // names that are chosen initially
 
-// Names by steps, with a matrix for each metric: the layers, a family of what watch(metrics=...) measured, a pair of runs.
+// A names x steps grid with one matrix per metric: the layers, a family of watch(metrics=...), or a pair of runs.
 class Grid {
   constructor({ key, names, columns, pooled, metrics }) {
     Object.assign(this, { key, names, pooled });
@@ -88,7 +88,7 @@ class Grid {
     const before = viewOfAddress().grids?.[key] ?? {};
     this.isTouched = Array.isArray(before.chosen);
     this.metric = this.matrices.has(before.metric) ? before.metric : this.matrices.keys().next().value;
-    this.byValue = before.byValue ?? key !== "layer"; // else coloured by the change against each name's usual value
+    this.byValue = before.byValue ?? key !== "layer"; // otherwise coloured by the change relative to each name's median
     const known = () => before.chosen.map((name) => names.indexOf(name)).filter((name) => name >= 0);
     this.chosen = new Set(this.isTouched ? known() : this.metric ? this.byInterest().slice(0, AT_FIRST) : []);
   }
@@ -132,7 +132,7 @@ class Grid {
     return lineColour([...this.chosen].indexOf(name));
   }
 
-  // The lines of the chosen names.
+  // Return the lines of the chosen names.
   series() {
     const matrix = this.matrix();
     const lines = [...this.chosen].map((name) => ({ label: this.names[name], values: matrix.line(name), colour: this.colourOf(name), width: 1.5, format: matrix.meaning.format }));
@@ -140,7 +140,7 @@ class Grid {
     return [{ label: "usual", values: this.last.map(() => matrix.meaning.centre), colour: "muted", width: 1.25, dash: [4, 3] }, ...lines];
   }
 
-  // Indices of names from the most to the least remarkable: non-finite, then by how far the norm moved in the run.
+  // Return indices of names, most conspicuous first: non-finite values, then the largest changes of the norm.
   byInterest() {
     const { codes, numColumns } = this.matrices.get("grad_norm_max") ?? this.matrix();
     const bad = this.bad()?.codes;
@@ -169,8 +169,8 @@ function unpackRun() {
   });
 }
 
-// uPlot draws null as a gap; a number that is not finite has no place on an axis. Over what is undefined, because
-// another line has a point there, the line goes on.
+// uPlot draws null as a gap, and lines continue across undefined (only another line has a point there). Values that are
+// not finite cannot be drawn on an axis.
 function drawable(values, positiveOnly) {
   return Array.from(values, (value) => (value === undefined || (Number.isFinite(value) && !(positiveOnly && value <= 0)) ? value : null));
 }
@@ -178,7 +178,7 @@ function drawable(values, positiveOnly) {
 function histogramOf(item, bins) {
   const count = item.steps.length;
   const limits = float32At(item.limits, 2 * count);
-  // Of every column the shares of the elements up to each edge, from 0 to 1; the bytes hold roots of the bins' shares.
+  // For each column, the shares of elements up to each edge, from 0 to 1; the bytes are roots of the bins' shares.
   const cumulative = new Float64Array(count * (bins + 1));
   for (let column = 0; column < count; column++) {
     const edges = cumulative.subarray(column * (bins + 1), (column + 1) * (bins + 1));

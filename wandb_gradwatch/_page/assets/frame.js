@@ -1,11 +1,11 @@
-// A canvas with axes over steps: what the names x steps pictures and the histograms over time have in common.
-// A subclass paints the inside and answers for the vertical axis; the frame does pointer, keyboard, zoom and cursor.
+// A canvas with axes over steps: base class of the names x steps pictures and the histograms over time.
+// A subclass paints the inside and defines the vertical axis; this class does pointer, keyboard, zoom and cursor.
 
 class Frame extends Picture {
-  // A subclass has: layout(width) -> {height, left, side}, paint(pixels, width, height), labels(context, box),
+  // A subclass defines: layout(width) -> {height, left, side}, paint(pixels, width, height), labels(context, box),
   //        describe(step, y, height) -> text lines or null, nextRow(y, height, direction) -> y, onResetY(),
-  //        onZoomY(top, bottom) in parts of the height, and if it likes onChoose(y, height) for a click or Enter,
-  //        bandAt(y, height), and drawSide(context, box, step) for what stands at the right. It calls
+  //        onZoomY(top, bottom) in parts of the height; optionally onChoose(y, height) for a click or Enter,
+  //        bandAt(y, height), and drawSide(context, box, step) for the area at the right. It calls
   //        setColumns(first, last) with the steps of its columns.
   constructor(host, label) {
     super();
@@ -38,7 +38,7 @@ class Frame extends Picture {
     Object.assign(this, { first, last, typical: typicalSpacing(last) });
   }
 
-  // The column that covers a step: from just after the one before, but not across a gap in the run; null in a gap.
+  // Return the column that covers a step (the steps after the previous column's last); null in a gap of the run.
   columnAt(step) {
     const { first, last } = this;
     const column = lastAtMost(last, step - 1e-9) + 1;
@@ -46,7 +46,7 @@ class Frame extends Picture {
     return step >= Math.min(first[column], last[column] - this.typical) - 1e-9 ? column : null;
   }
 
-  // For every pixel across, the columns that it covers: [from, to), empty in a gap.
+  // Return for each horizontal pixel the columns that it covers: [from, to), empty in a gap.
   columnSpans(width) {
     const spans = { from: new Int32Array(width), to: new Int32Array(width) };
     for (let x = 0; x < width; x++) {
@@ -180,7 +180,7 @@ class Frame extends Picture {
     if (this.drag === null) return;
     this.pointer = place;
     const area = this.dragArea();
-    // The pointer, not the area: that is the whole height or width where the drag hardly leaves a row or column.
+    // Use the pointer, because a drag within one row or column selects the whole height or width.
     const moved = Math.hypot(place.x - this.drag.x, place.y - this.drag.y) > 4;
     this.drag = null;
     if (!moved) return this.click(place);
@@ -193,7 +193,7 @@ class Frame extends Picture {
     if (this.inside(place)) this.onChoose?.(place.y - this.box.top, this.box.height);
   }
 
-  // A drag that hardly leaves a row means steps alone, one that hardly leaves a column means rows alone.
+  // A drag within one row selects only steps, a drag within one column only rows.
   dragArea() {
     const { left, top, width, height } = this.box;
     const [x0, x1] = [this.drag.x, clamp(this.pointer.x, left, left + width)].sort((a, b) => a - b);
@@ -236,7 +236,7 @@ class Frame extends Picture {
     this.drawOverlay();
   }
 
-  // Arrows move the cell under the keyboard's cursor; the subclass takes what is left.
+  // Arrow keys move the keyboard's cursor; the subclass handles other keys.
   onKeyDown(event) {
     if (this.box === undefined) return;
     const { left, top, width, height } = this.box;

@@ -1,9 +1,9 @@
-// The pictures of names by steps: the layers, and for each family of what watch(metrics=...) measured a card with names
-// by steps, the lines of chosen names, and the distribution of one name.
+// The names x steps pictures: the layers, and for each family of watch(metrics=...) a card with the picture, the lines of
+// chosen names, and the distribution of one name.
 
 const WHAT = { layer: "layer", activation: "module", attention: "head", router: "router", noise_scale: "group", ranks: "rank" };
 
-// Names that contain every word of the query; dots and slashes are the same, so that both spellings of a name are found.
+// Find names that contain every word of the query. Dots and slashes are equal, so both spellings of a name match.
 function matcher(query) {
   const wanted = query.toLowerCase().replaceAll(".", "/").split(/\s+/).filter(Boolean);
   return (name) => {
@@ -20,7 +20,7 @@ function chooser(label, options, chosen, change) {
   return select;
 }
 
-// The picture of a grid with its controls; `more` are controls of the caller's, `then` draws what stands below.
+// The picture of a grid with its controls; `more` are additional controls, `then` draws the area below.
 function gridPicture(picture, grid, { more = [], hints, then = () => {} }) {
   const what = WHAT[grid.key] ?? "parameter";
   const isOfLayers = grid === run.layers;
@@ -64,7 +64,7 @@ function layersCard() {
   return node;
 }
 
-// The lines of chosen layers, beside the tree that they are chosen from.
+// The lines of chosen layers, beside the tree of all layers.
 function linesCard() {
   const grid = run.layers;
   const { node, picture } = card("lines");
@@ -74,7 +74,7 @@ function linesCard() {
   const clear = element("button", { type: "button", class: "quiet", onclick: () => grid.choose([]) }, "Clear");
   const chartHost = element("div", { class: "picker-chart" });
   picture.append(heading, element("div", { class: "with-picker" }, element("div", { class: "picker" }, element("div", { class: "picker-head" }, search, clear), list), chartHost));
-  const boxes = []; // of the layers whose lines are there
+  const boxes = []; // checkboxes of the layers in the tree
 
   function leafLine({ names: [name] }, ends) {
     const box = element("input", { type: "checkbox", onchange: () => grid.toggle(name) });
@@ -153,14 +153,14 @@ function familyCard(grid) {
 }
 
 function histogramCard() {
-  // At first the layer that is most remarkable of those that have histograms.
+  // The initial layer is the most conspicuous one that has histograms.
   const places = new Map(content.histograms.items.map((item, index) => [item.name, index]));
   const first = run.layers.metric ? places.get(run.layers.byInterest().find((name) => places.has(name))) : 0;
   const source = { ...content.histograms, first, symbol: "g", labelOf: (item) => run.layers.names[item.name] };
   return distributionCard("histogram", source, "layer", "Distribution of the gradient's elements over steps");
 }
 
-// The histograms of one name over time, and what chooses the name.
+// The histograms of one name over time, with a control to choose the name.
 function distributionCard(key, source, what, label) {
   const { node, picture } = card(key);
   const { items } = source;

@@ -1,10 +1,10 @@
-// Names x steps: one row per name, one column per flush, a colour per value.
+// Names x steps: one row per name, one column per flush; the colour is the value.
 
-// Each name's values against its own median, as a matrix; what has no size of its own stays as it is.
+// Return a matrix of each name's values relative to the name's median; matrices of shares or counts stay unchanged.
 function changeOf(matrix) {
   if (matrix.even || matrix.meaning.colours === "share" || matrix.key === "num_nonfinite") return matrix;
   if (matrix.change) return matrix.change;
-  const usual = 32768; // its code
+  const usual = 32768; // the code of the median
   const codes = matrix.codes.slice();
   for (let start = 0; start < codes.length; start += matrix.numColumns) {
     const row = codes.subarray(start, start + matrix.numColumns);
@@ -46,7 +46,7 @@ class Heatmap extends Frame {
     super.draw();
   }
 
-  // Codes to paint: a cell with non-finite elements wins whatever its finite rest says.
+  // The codes to paint; in a cell with non-finite elements these determine the colour.
   prepare() {
     this.matrix = this.grid.matrix();
     this.painted = this.grid.painted();
@@ -76,7 +76,7 @@ class Heatmap extends Frame {
       const from = top + Math.floor((y * (bottom - top)) / height);
       const to = Math.max(from + 1, top + Math.floor(((y + 1) * (bottom - top)) / height));
       for (let x = 0; x < width; x++) {
-        let winner = CODE_MISSING; // codes are ordered so that the largest is what must be seen
+        let winner = CODE_MISSING; // the largest code wins: codes are ordered by importance
         for (let row = from; row < to; row++) {
           const base = this.order[row] * columns;
           for (let column = spans.from[x]; column < spans.to[x]; column++) {
@@ -117,7 +117,7 @@ class Heatmap extends Frame {
     return size < 3 ? null : [row * size, (row + 1) * size];
   }
 
-  // The middle of the next row: an edge would belong to one row or the other by rounding.
+  // Return the middle of the next row; by rounding, an edge could belong to either row.
   nextRow(y, height, direction) {
     const [first, last] = this.visible;
     const row = clamp(this.rowAt(y, height) + direction, first, last - 1);
@@ -170,7 +170,7 @@ function colourScale(matrix) {
   return { ...meaning, linear: false, low, high };
 }
 
-// The codes between which the middle 98 % of the numbers lie, by counting; null where there is no number.
+// Return the codes that enclose the middle 98 % of the numbers, by counting; null if there is no number.
 function middleCodes({ codes }) {
   const counts = new Uint32Array(CODE_INFINITE + 1);
   for (let cell = 0; cell < codes.length; cell++) counts[codes[cell]]++;
@@ -183,7 +183,7 @@ function middleCodes({ codes }) {
   return total ? [codeAt(Math.floor(0.01 * (total - 1))), codeAt(Math.ceil(0.99 * (total - 1)))] : null;
 }
 
-// Values of both signs: even, and as far below 0 as above it, to the middle 98 %.
+// Limits for values of both signs: linear and symmetric around 0, enclosing the middle 98 %.
 function evenScale(matrix) {
   const sizes = Array.from(matrix.codes.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE), (code) => Math.abs(matrix.valueOf(code)));
   const reach = sizes.sort((a, b) => a - b)[Math.ceil(0.98 * (sizes.length - 1))] || 1;
@@ -198,7 +198,7 @@ function paletteOf(matrix, scale) {
   const anchors = gradient(scale.colours);
   const palette = new Uint32Array(CODE_INFINITE + 1);
   const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
-  // Codes and scale are both logarithmic, or both even: then places are even, too.
+  // Codes and scale are both logarithmic, or both linear, so positions are linear in the codes.
   const start = placeOn(scale, matrix.valueOf(CODE_FIRST));
   const across = placeOn(scale, matrix.valueOf(CODE_FIRST + 1)) - start;
   const isEven = Boolean(scale.linear) === matrix.even;
@@ -212,10 +212,10 @@ function paletteOf(matrix, scale) {
   return palette;
 }
 
-// What a swatch means.
+// A colour sample with its meaning.
 const swatchEntry = (swatch, text) => element("span", { class: "legend-entry" }, swatch, text);
 
-// The colour bar with its axis, and what the colours outside it mean: [class, text].
+// The colour bar with its axis, and the meaning of the colours outside it: [class, text].
 function drawScale(host, scale, outside = [["missing", "missing"], ...(scale.linear ? [] : [["zero", "zero"]]), ["nonfinite", "NaN or Inf"]]) {
   const anchors = gradient(scale.colours);
   const bar = element("div", { class: "bar" });

@@ -1,12 +1,12 @@
 // A line chart over steps: shared zoom and cursor, alerts as flags, logarithmic or linear, usable by keyboard.
 
 const CHART_FONT = '11px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
-// uPlot draws an axis only where it finds its distance of ticks in a list.
+// uPlot draws an axis only if it finds the distance of its ticks in a list.
 const ALL_SIZES = Array.from({ length: 620 }, (_, index) => Number(`1e${index - 311}`));
 
 class LineChart extends Picture {
-  // series: {label, values, colour, width, dash, kind: "line" | "bars" | "steps", format}; a colour is one of the style
-  // sheet's. fillTo fills the area up to the series of this label.
+  // series: {label, values, colour, width, dash, kind: "line" | "bars" | "steps", format}; colours are names in the style
+  // sheet. fillTo fills the area up to the series with this label.
   constructor(host, { label, xs, series, log = false, canLog = true, height = 260, format = formatNumber, tick = formatTick, limits = null }) {
     super();
     Object.assign(this, { label, xs, log, height, format, tick, limits });
@@ -43,14 +43,14 @@ class LineChart extends Picture {
   take(series) {
     this.series = series;
     this.top = this.log ? usefulTop(series) : Infinity;
-    // A bar of height zero would be a dash on the axis.
+    // A bar of height zero would be drawn as a dash on the axis.
     this.data = [this.xs, ...series.map((one) => drawable(one.values, this.log || one.kind === "bars"))];
     const isEmpty = this.data.slice(1).every((values) => values.every((value) => value === null));
     this.empty.hidden = !(this.log && series.length && isEmpty);
     this.buildLegend();
   }
 
-  // uPlot can show another range, or be of another width; whatever else changes makes a new one.
+  // uPlot can change its range and width; any other change needs a new uPlot.
   outdate(what) {
     this.mustBuild ||= what !== "range" && what !== "width";
     super.outdate();
@@ -60,7 +60,7 @@ class LineChart extends Picture {
     if (this.plot && !this.mustBuild) {
       if (this.plot.width !== this.width) this.plot.setSize({ width: this.width, height: this.height });
       this.plot.redraw(true, true);
-      this.plot.setData(this.data, true); // scales are computed anew from the shared range
+      this.plot.setData(this.data, true); // computes the scales from the shared range
       return;
     }
     this.plot?.destroy();
@@ -92,7 +92,7 @@ class LineChart extends Picture {
         {
           ...axis,
           incrs: ALL_SIZES,
-          // uPlot's own ticks end at 1e32, and with them the whole axis: a training that diverges goes on beyond.
+          // uPlot's own ticks end at 1e32, and the axis with them; a diverging training exceeds that.
           splits: (plot, axis, low, high) => (this.log ? logTicks(low, high) : linearTicks(low, high, this.height / 40)),
           size: (plot, texts) => axisWidth(texts),
           values: (plot, ticks) => ticks.map(this.tick),
@@ -112,7 +112,7 @@ class LineChart extends Picture {
     };
   }
 
-  // Where a logged value was NaN or infinite: a band as wide as its row, solid at its foot.
+  // Mark logged values that were NaN or infinite: a band as wide as the row, opaque at the bottom.
   drawNonFinite(plot) {
     const { ctx: context, bbox: box } = plot;
     context.save();
@@ -132,7 +132,7 @@ class LineChart extends Picture {
     context.restore();
   }
 
-  // A triangle at the top edge where a value is beyond it.
+  // Draw a triangle at the top edge for a value beyond it.
   drawBeyond(plot) {
     if (this.top === Infinity) return;
     const { ctx: context, bbox: box } = plot;
@@ -207,12 +207,12 @@ class LineChart extends Picture {
     this.showValues(null);
   }
 
-  // The values under the cursor; without one, the last that is not missing.
+  // Show the values under the cursor; without a cursor, the last values that are not missing.
   showValues(index) {
     this.legendStep.textContent = index === null ? "last" : stepText(this.xs[index]);
     this.series.forEach((one, line) => {
       let place = index;
-      while (place > 0 && one.values[place] === undefined) place--; // a point of another line alone
+      while (place > 0 && one.values[place] === undefined) place--; // only another line has a point here
       const value = index === null ? lastPresent(one.values) : one.values[place];
       this.legendValues[line].textContent = (one.format ?? this.format)(value);
     });
@@ -230,8 +230,8 @@ function lastPresent(values) {
   return null;
 }
 
-// Where a logarithmic axis ends so that a few values of 1e22 do not press a run of ones flat: four decades above what
-// nine of ten stay below. Infinity where nothing is that far.
+// Return the end of a logarithmic axis such that a few values of 1e22 do not compress a run of ones: four decades above
+// the 90th percentile. Infinity if no value is far beyond that.
 function usefulTop(series) {
   const known = series.flatMap((one) => Array.from(one.values).filter((value) => Number.isFinite(value) && value > 0)).sort((a, b) => a - b);
   if (known.length === 0) return Infinity;
@@ -239,7 +239,7 @@ function usefulTop(series) {
   return known[known.length - 1] > 100 * top ? top : Infinity;
 }
 
-// Whole decades where the axis spans several, and not more of them than one can read; 1, 2 and 5 within one.
+// Return ticks: decades (at most about seven) if the axis spans several, otherwise 1, 2 and 5.
 function logTicks(low, high) {
   const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
   const every = Math.ceil((last - first + 1) / 7);
@@ -251,7 +251,7 @@ function logTicks(low, high) {
   return ticks.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
 }
 
-// Plots one below the other begin at the same place, unless a label needs more.
+// Plots below each other have the same left edge, unless a label needs more space.
 const AXIS_WIDTH = 62;
 
 const axisWidth = (texts) => Math.max(AXIS_WIDTH, 14 + 6.4 * Math.max(0, ...(texts ?? []).map((text) => text.length)));

@@ -1,8 +1,8 @@
-// A page that its server brings up to date in place: what was chosen, typed, opened and scrolled to stays.
+// A page that its server updates in place; choices, typed text, opened parts and the scroll position are kept.
 
-const POLL = 3000; // milliseconds, and at least the tenfold of what one update takes
+const POLL = 3000; // milliseconds; at least ten times as long as an update takes
 
-// What a person has done to the page beside what `view` holds, each with a key that survives the rebuilding.
+// The user's state of the page that is not in `view`; each entry has a key that survives the rebuilding.
 function widgets() {
   const counts = {};
   const keyOf = (node, kind) => {
@@ -31,7 +31,7 @@ function widgets() {
       get: () => node.open,
       set: (value) => {
         node.open = value;
-        fire(node, "toggle"); // filled now: the browser's own event comes when the page's place has been found again
+        fire(node, "toggle"); // fill it now: the browser's own event comes after the scroll position is restored
       },
     })),
     ...all(".picker-list, .scroll").map((node) => ({ key: keyOf(node, "scroll"), get: () => node.scrollTop, set: (value) => (node.scrollTop = value) })),
@@ -45,19 +45,19 @@ function widgets() {
 
 async function rebuild() {
   const before = new Map(widgets().map(({ key, get }) => [key, get()]));
-  // What stands at the top of the window stays there, whatever becomes longer above it.
+  // Keep the element at the top of the window in place, whatever changes its height above it.
   const anchor = [...page.querySelectorAll("section[id]")].find((section) => section.getBoundingClientRect().bottom > 60);
   const [id, top] = window.scrollY > 0 && anchor ? [anchor.id, anchor.getBoundingClientRect().top] : [null, 0];
   build();
   for (const { key, get, set } of widgets()) {
     if (before.has(key) && before.get(key) !== get()) set(before.get(key));
   }
-  await new Promise((done) => queueMicrotask(done)); // uPlot lays its charts out in one of these
+  await new Promise((done) => queueMicrotask(done)); // uPlot lays out its charts in a microtask
   const again = document.getElementById(id);
   if (again) window.scrollBy(0, again.getBoundingClientRect().top - top);
 }
 
-// How long ago the newest row was logged, while the run goes on.
+// Show how long ago the newest row was logged, while the run is running.
 function rowAge() {
   const { newestAt, finished } = content.run;
   if (finished || newestAt === null || newestAt === undefined) return null;

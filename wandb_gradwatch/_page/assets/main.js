@@ -1,6 +1,6 @@
-// The page from top to bottom.
+// Builds the page from top to bottom.
 
-const waiting = []; // pictures are drawn when their hosts stand in the page and have a width
+const waiting = []; // pictures are drawn when their hosts are in the page and have a width
 
 function queue(draw) {
   waiting.push(draw);
@@ -67,7 +67,7 @@ function tiles() {
   const told = content.alerts.flatMap((alert) => alert.times.map((time) => ({ title: alert.title, ...time })));
   const first = told.filter((time) => time.step !== null).sort((a, b) => a.step - b.step)[0];
   const nonFinite = sum("num_nan") + sum("num_inf");
-  const norm = (content.globals["gradwatch/grad_norm"] ?? []).at(-1); // missing where no element is finite, and not the norm of an earlier row
+  const norm = (content.globals["gradwatch/grad_norm"] ?? []).at(-1); // missing if no element is finite; an earlier row's norm is not used
   const bad = last("num_nan") + last("num_inf") > 0;
   const ofWhat = bad ? (norm == null ? "no element was finite at the last flush" : "of the finite elements alone, at the last flush") : "at the last flush, before clipping";
   return element(
@@ -103,14 +103,14 @@ function chartCard(key, parts, options = {}) {
   return node;
 }
 
-// Parts of a card: of shares, which end at 1 where they are bars, and of what has a caption of its own.
+// Parts of a card: shares, whose axis ends at 1 if they are bars, and parts with their own caption.
 const SHARE = { canLog: false, format: formatShare, tick: formatShareTick };
 const SMALL = { caption: true, canLog: false, height: 110 };
 const SHARE_OF_STEPS = { ...SHARE, ...SMALL, limits: [0, 1.05] };
 
 function normCard() {
   const norms = [
-    // The span of each window, from the newest sample up to the largest.
+    // The span of each window, from the newest sample's norm to the largest.
     ...globalSeries("grad_norm_max", "largest of the window", 1, { width: 1.25, dash: [4, 3], fillTo: "before clipping" }),
     ...globalSeries("grad_norm", "before clipping", 0, { width: 2 }),
     ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
@@ -126,14 +126,14 @@ function normCard() {
   ]);
 }
 
-// One line for each model, or for each optimizer of those that step in turn.
+// One line per model, or per optimizer if several step in turn.
 function totalParts() {
   const of = (key) => content.totals.flatMap((name, index) => globalSeries(`${key}/${name}`, name, index));
   const parts = [{ title: "Largest norm of the window, each by itself", series: of("grad_norm_total_max") }, { title: "Norm before clipping, each by itself", series: of("grad_norm_total") }];
   return content.totals.length > 1 ? parts.map((part) => ({ ...part, caption: true, log: true, height: 200 })) : [];
 }
 
-// bf16 ends where float32 does: its headroom would press the others' flat.
+// bf16 overflows where float32 does: its headroom would compress the other lines.
 const FORMATS = [["fp16", "fp16", 0], ["bf16", "bf16", 4], ["fp8_e5m2", "fp8 e5m2", 3], ["fp8_e4m3", "fp8 e4m3", 1]];
 
 function precisionCard() {
@@ -169,7 +169,7 @@ function smallCards() {
   return Object.entries(cards).map(([key, parts]) => chartCard(key, parts, { isWide: false }));
 }
 
-// The user's own scalars: the loss and the learning rate at once, the others when they are asked for.
+// The user's own scalars: the loss and the learning rate are shown immediately, the others on request.
 function ownCard() {
   if (run.own.length === 0) return null;
   const { node, picture } = card("own");
@@ -201,7 +201,7 @@ function ownCard() {
   return node;
 }
 
-// Whether only a logarithmic scale shows all of a line: positive, and a hundredfold from end to end.
+// Return whether a line needs a logarithmic scale: it is positive, and its ends differ by a factor of 100.
 function spansDecades(values) {
   const known = values.filter(Number.isFinite);
   const low = known.reduce((least, value) => Math.min(least, value), Infinity);
@@ -257,7 +257,7 @@ function footer() {
   return element("footer", {}, element("p", {}, `Norms are of the finite elements, before clipping unless they say otherwise; a gap is a value that is missing, not zero.${pooled} Read from ${content.run.file} by wandb_gradwatch. Lines: uPlot (MIT).`));
 }
 
-// The page says what went wrong instead of staying blank; tests look at data-state.
+// If drawing fails, the page shows the error instead of staying blank; tests read data-state.
 load(content, document.getElementById("arrays").textContent)
   .then(() => {
     build();

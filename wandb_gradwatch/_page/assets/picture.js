@@ -1,7 +1,7 @@
-// What all pictures have in common. Each is drawn anew at most once for each frame of the screen, and only near the
-// window: what is farther away waits until it comes near, is printed, or is taken away as a file.
+// The base of all pictures. Each is redrawn at most once per frame of the screen, and only near the window: a picture that
+// is farther away waits until it comes near, is printed, or is exported.
 
-const stale = new Map(); // what draws a node that shows something old, by the node
+const stale = new Map(); // by node: the function that redraws an outdated picture
 const near = new Set(); // nodes near the window
 let frameIsAsked = false;
 
@@ -29,9 +29,9 @@ function drawStale(wanted = near) {
   }
 }
 
-const pictures = new Map(); // by their nodes
+const pictures = new Map(); // by node
 
-// A sheet is narrower than the window: pictures are drawn for it, all of them, and for the window again afterwards.
+// Paper is narrower than the window: before printing, all pictures are redrawn for the paper, and afterwards for the window.
 addEventListener("beforeprint", () => {
   document.documentElement.dataset.printing = "";
   for (const [node, picture] of pictures) picture.setWidth(node.clientWidth);
@@ -49,7 +49,7 @@ function forgetPictures() {
 }
 
 class Picture {
-  // A subclass has label, draw(), followStep() for the step under the pointer of another picture, canvas, tableContent().
+  // A subclass defines label, draw(), followStep() for the step under another picture's pointer, canvas, tableContent().
   begin(node) {
     this.node = node;
     this.width = Math.floor(node.clientWidth);
@@ -72,7 +72,7 @@ class Picture {
   }
 }
 
-// Arrow keys walk over the steps in view; undefined where the key means nothing here.
+// Arrow keys move over the steps in view; returns undefined for keys without a meaning here.
 function moveByKey(event, steps, current) {
   if (event.key === "Escape") return null;
   const low = Math.max(0, lastAtMost(steps, view.range[0] - 1e-9) + 1);
@@ -89,10 +89,10 @@ function moveByKey(event, steps, current) {
   return target === undefined ? undefined : steps[clamp(target, low, high)];
 }
 
-// Fingers on a picture: one moves the cursor, two move and stretch the steps; the page scrolls up and down as ever.
-// partAt(event) gives the place across the picture, from 0 to 1; show(event) moves the cursor there.
+// Touch: one finger moves the cursor, two fingers move and stretch the steps; vertical scrolling of the page still works.
+// partAt(event) returns the horizontal position in the picture, from 0 to 1; show(event) moves the cursor there.
 function onTouch(node, { partAt, show, leave }) {
-  const fingers = new Map(); // by id: the place on the axis that a finger holds, and where it is now
+  const fingers = new Map(); // by id: the position on the axis that a finger holds, and its current position
 
   function stretch() {
     const [first, second] = [...fingers.values()].sort((a, b) => a.part - b.part);
@@ -120,7 +120,7 @@ function onTouch(node, { partAt, show, leave }) {
   for (const end of ["pointerup", "pointercancel"]) node.addEventListener(end, (event) => fingers.delete(event.pointerId));
 }
 
-// A row of buttons of which one is pressed.
+// A row of buttons, exactly one of which is pressed.
 function segmented(label, options, chosen, change) {
   const group = element("div", { class: "segmented", role: "group", "aria-label": label });
   const buttons = options.map(([value, text]) =>

@@ -1,7 +1,7 @@
-// A preview of the W&B report or workspace: its blocks in their order, its panels drawn from the run where it has their
+// A preview of the W&B report or workspace: its blocks in their order, with panels drawn from the run if it has their
 // keys.
 
-// **bold** and `code` of a line, as elements.
+// Convert **bold** and `code` in a line to elements.
 function inlineMarkdown(text) {
   return text.split(/(\*\*[^*]+\*\*|`[^`]+`)/).map((part) => {
     if (part.startsWith("**")) return element("strong", {}, part.slice(2, -2));

@@ -1,5 +1,5 @@
-// One name's histograms over time: steps across, the elements' size upwards by its logarithm or their value with its sign,
-// the share of elements as colour, percentiles as lines, and at the right the cross-section at the step under a pointer.
+// The histograms of one name over time: steps across; upwards the logarithm of the elements' size, or their signed value.
+// The colour is the share of elements, lines are percentiles; at the right is the cross-section at the pointer's step.
 
 const PERCENTILES = [
   { share: 0.99, label: "99th percentile", dash: [2, 2] },
@@ -25,7 +25,7 @@ class HistogramPicture extends Frame {
     const { low, high } = this.data;
     this.setColumns(this.data.steps, this.data.steps);
     this.reach = Array.from(low, (one, column) => Math.max(Math.abs(one), Math.abs(high[column])));
-    // The size below which a column does not tell sizes apart: that of the bin around zero.
+    // The size below which a column does not distinguish sizes: the limit of the bin around zero.
     this.finest = Array.from(low, (one, column) => {
       if (one > 0 || high[column] < 0) return Math.min(Math.abs(one), Math.abs(high[column]));
       const width = (high[column] - one) / this.source.bins;
@@ -36,8 +36,8 @@ class HistogramPicture extends Frame {
     if (this.node) this.outdate();
   }
 
-  // In units of the axis: the exponent of a size, or a value. Of values the range that nine of ten histograms fit into:
-  // an accident of a thousand times the usual size would press everything else into one line.
+  // The range of the axis: exponents of sizes, or values. For values, the range that contains nine of ten histograms:
+  // an outlier of a thousand times the usual size would compress everything else into one line.
   onResetY() {
     const reach = this.reach.filter((one) => one > 0).sort((a, b) => a - b);
     if (this.signed) {
@@ -50,7 +50,7 @@ class HistogramPicture extends Frame {
     this.limits = [Math.min(top - 1, Math.log10(finest.reduce((least, one) => Math.min(least, one), Infinity))), top];
   }
 
-  // The share of a column's elements up to a value, as if each bin's lay evenly in it.
+  // Return the share of a column's elements up to a value, assuming a uniform density within each bin.
   upTo(column, value) {
     const { low, high, cumulative, bins } = this.data;
     if (value >= high[column]) return 1;
@@ -61,14 +61,14 @@ class HistogramPicture extends Frame {
     return below + (place - bin) * (above - below);
   }
 
-  // The share up to a place on the axis; of sizes that of one sign, or of both.
+  // Return the share up to a position on the axis; for sizes, of one sign or of both.
   below(column, place, signs = [1, -1]) {
     if (this.signed) return this.upTo(column, place);
     const size = 10 ** place;
     return signs.reduce((total, sign) => total + Math.abs(this.upTo(column, sign * size) - this.upTo(column, 0)), 0);
   }
 
-  // The size that this share of the elements does not exceed; NaN where it lies in the bin around zero.
+  // Return the size that this share of the elements does not exceed; NaN if it lies in the bin around zero.
   percentile(column, share) {
     const within = (size) => this.upTo(column, size) - this.upTo(column, -size);
     let [low, high] = [this.finest[column], this.reach[column]];
@@ -85,14 +85,14 @@ class HistogramPicture extends Frame {
     return { height: 320, left: AXIS_WIDTH, side: width < 600 ? 70 : 130 };
   }
 
-  // Shares of the elements in each of `rows` even parts of the axis, from the top.
+  // Return the shares of the elements in `rows` equal parts of the axis, from the top.
   profile(column, rows, signs) {
     const [bottom, top] = this.limits;
     const edges = Array.from({ length: rows + 1 }, (_, row) => this.below(column, top - (row / rows) * (top - bottom), signs));
     return edges.slice(0, -1).map((edge, row) => Math.max(0, edge - edges[row + 1]));
   }
 
-  // The first row, from the top, that lies in the bin around zero.
+  // Return the first row, from the top, that lies in the bin around zero.
   firstUnresolved(column, rows) {
     if (this.signed) return rows;
     const [bottom, top] = this.limits;
@@ -117,7 +117,7 @@ class HistogramPicture extends Frame {
       if (column !== painted) {
         const shares = this.profile(column, height);
         resolved = this.firstUnresolved(column, height);
-        // Against the fullest row of its own column: bins get wider when the gradient does, and hold more then.
+        // Relative to the fullest row of the same column: bins are wider, and hold more, when the gradient is larger.
         const most = shares.slice(0, resolved).reduce((largest, share) => Math.max(largest, share), 0) || 1;
         rows = shares.map((share) => shades[Math.min(255, Math.round(255 * Math.sqrt(share / most)))]);
         painted = column;
@@ -148,7 +148,7 @@ class HistogramPicture extends Frame {
         if (value > 0) context[before ? "lineTo" : "moveTo"](this.xOf(this.last[column]), this.yOf(Math.log10(value), box));
         before = value > 0;
       });
-      // A line on any colour: the card's around the ink's.
+      // A line that is visible on any colour: the text colour, surrounded by the card's colour.
       for (const [name, lineWidth] of [["card", 3], ["ink", 1.75]]) {
         context.setLineDash(name === "ink" ? dash : []);
         Object.assign(context, { strokeStyle: colour(name), lineWidth, globalAlpha: name === "ink" ? 1 : 0.5 });
@@ -162,7 +162,7 @@ class HistogramPicture extends Frame {
     return top + ((this.limits[1] - place) / (this.limits[1] - this.limits[0])) * height;
   }
 
-  // The cross-section: how the elements of one step lie, of each sign where the axis has none.
+  // The cross-section: the distribution of the elements at one step, per sign if the axis shows sizes.
   drawSide(context, { left, top, width, height }, step) {
     const column = step === null ? this.last.length - 1 : lastAtMost(this.last, this.stepNear(step) ?? -Infinity);
     if (column < 0) return;

@@ -1,6 +1,6 @@
-// Tables: of the numbers behind a picture, of settings and runs, and of the flight recorder; and what can be taken away.
+// Tables: the numbers behind a picture, settings and runs, and the flight recorder; and exports of pictures and tables.
 
-// Rows of cells: a number, a text, or an element that is a cell already. Columns of texts begin at the left.
+// Rows of cells: numbers, texts, or elements that are cells already. Columns of texts are aligned left.
 function table(head, rows) {
   const isText = head.map((_, column) => rows.some((row) => typeof row[column] === "string"));
   const cellOf = (cell, column) => (cell instanceof Node ? cell : element("td", { class: isText[column] ? "text" : null }, typeof cell === "string" ? cell : formatNumber(cell, 5)));
@@ -10,7 +10,7 @@ function table(head, rows) {
 
 const scrolled = (node, kind = "") => element("div", { class: "scroll " + kind, tabindex: 0 }, node);
 
-// The numbers behind a picture, built when they are asked for.
+// The numbers behind a picture; the table is built when it is opened.
 function dataTable(makeContent) {
   const details = element("details", { class: "data" }, element("summary", {}, "Numbers"));
   details.addEventListener("toggle", () => {
@@ -31,13 +31,13 @@ function save(blob, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-// A number as it is, a text in quotes; a text that a spreadsheet would take for a formula loses that power.
+// A CSV cell: a number unchanged, a text in quotes; a text that a spreadsheet would execute as a formula is defused.
 function csvCell(cell) {
   if (cell === null || cell === undefined) return "";
   return typeof cell === "number" ? String(cell) : '"' + cell.replace(/^(?=[=+@-])/, "'").replaceAll('"', '""') + '"';
 }
 
-// What a picture can be taken away as. On its canvas the card's colour is missing.
+// The export formats of a picture. The canvas itself lacks the card's background colour.
 function exportButtons(picture) {
   const name = picture.label.split(".")[0];
   const csv = () => {

@@ -1,4 +1,4 @@
-// Elements and numbers. Every text goes in by textContent: a name can never become markup.
+// Elements and numbers. Every text is set by textContent, so a name can never become markup.
 
 const page = document.getElementById("page");
 
@@ -16,7 +16,7 @@ function element(tag, attributes = {}, ...children) {
   return node;
 }
 
-// A mark in a colour of the style sheet, by its name there; of a class of its own without one.
+// A mark in a colour, given by its name in the style sheet; without a colour, styled by a class.
 function swatch(colour, kind = "") {
   const node = element("span", { class: "swatch " + kind });
   if (colour !== null) node.style.background = `var(--${colour})`;
@@ -25,7 +25,7 @@ function swatch(colour, kind = "") {
 
 const hint = (text) => element("p", { class: "hint" }, text);
 
-// A card: title, picture, and the words beside it.
+// A card: title, picture, and the explanation beside it.
 function card(key, { isWide = true } = {}) {
   const { title, healthy, otherwise } = content.words[key];
   const picture = element("div", { class: "picture" });
@@ -34,7 +34,7 @@ function card(key, { isWide = true } = {}) {
   return { node, picture };
 }
 
-// 0.0123, 12.3, 1.23e-7: three digits that can be copied into a terminal.
+// 0.0123, 12.3, 1.23e-7: three digits, in a form that can be copied into a terminal.
 function formatNumber(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === Infinity) return "Inf";
@@ -67,8 +67,8 @@ function formatShare(value) {
 
 const formatShareTick = (value) => Number((value * 100).toPrecision(6)) + " %";
 
-// Fit a name into a label. Parts become their first letter, the outer modules first: the numbers and the layer's own name
-// tell rows apart. What is still too long keeps both ends.
+// Shorten a name to fit a label. Modules are abbreviated to their first letter, outer ones first, because numbers and the
+// layer's own name distinguish rows. A name that is still too long keeps both ends.
 function shorten(name, length) {
   const parts = name.split(/(?<=[./])/);
   const outer = parts.slice(0, -2).map((_, index) => index);
@@ -84,7 +84,7 @@ function shorten(name, length) {
 
 const plural = (count, one, many = one + "s") => count.toLocaleString("en-US") + " " + (count === 1 ? one : many);
 
-// Round ticks at 1, 2 or 5 times a power of ten.
+// Ticks at 1, 2 or 5 times a power of ten.
 function linearTicks(low, high, most) {
   if (!(high > low)) return [low];
   const rough = (high - low) / Math.max(most, 1);

@@ -1,8 +1,8 @@
-// Light and dark, and the colours that pictures take from the style sheet, by their names there.
+// Light and dark theme, and the colours of the style sheet by name.
 
 const NUM_LINE_COLOURS = 8; // --line-0 to --line-7 in the style sheet
 
-// Anchors from low to high, lightness rising (sequential) or falling to both sides of the middle (diverging).
+// Colour anchors from low to high; lightness rises (sequential) or falls on both sides of the middle (diverging).
 const SEQUENTIAL = [[22, 20, 62], [44, 52, 128], [28, 104, 142], [30, 148, 132], [98, 187, 92], [196, 213, 74], [253, 240, 160]];
 const DIVERGING_LIGHT = [[28, 62, 140], [72, 124, 189], [160, 195, 222], [243, 241, 234], [240, 184, 140], [214, 105, 62], [140, 36, 26]];
 const DIVERGING_DARK = [[126, 178, 255], [64, 112, 190], [38, 62, 100], [32, 36, 40], [104, 58, 34], [196, 98, 48], [255, 176, 112]];
@@ -27,7 +27,7 @@ function chooseTheme(chosen) {
 
 darkByDefault.addEventListener("change", () => chooseTheme(chosenTheme));
 
-// Kept until the theme changes: each look at a computed style makes the browser lay the page out anew.
+// Cached until the theme changes: reading a computed style makes the browser lay out the page again.
 const knownColours = new Map();
 
 function colour(name) {
@@ -45,7 +45,7 @@ function gradient(kind) {
   return pairs[kind]?.[Number(isDark())] ?? SEQUENTIAL;
 }
 
-// Colour at a place between 0 and 1, as [r, g, b].
+// Return the colour at a position between 0 and 1, as [r, g, b].
 function colourAt(anchors, place) {
   const position = clamp(place, 0, 1) * (anchors.length - 1);
   const left = Math.min(Math.floor(position), anchors.length - 2);

@@ -1,7 +1,7 @@
-// Layers as a tree: blocks, in each its kinds (weights, biases, norms), in each the layers. Every line has a sparkline of
-// its largest values and the worst of them. Branches are folded, and filled when they are opened.
+// The layers as a tree: blocks, kinds in each block (weights, biases, norms), layers in each kind. Every row has a
+// sparkline of its largest values, and the worst value. Branches are closed at first, and built when they are opened.
 
-const MOST_LINES = 40; // at first sight; more neighbours than half as many again share a branch
+const MOST_LINES = 40; // shown at first; more than one and a half times as many siblings are split into branches
 const SPARK = { width: 72, height: 16 };
 
 function blockOf(parts) {
@@ -15,7 +15,7 @@ function kindOf(name) {
   return own === "bias" ? "biases" : "weights";
 }
 
-// Names by what a function says of them, in the order of the names: [[label, names]].
+// Group names by the label that a function gives them, in the order of the names: [[label, names]].
 function grouped(names, labelOf) {
   const groups = new Map();
   for (const name of names) {
@@ -41,14 +41,14 @@ function layerTree(names) {
   );
 }
 
-// How many outer modules all names are in.
+// Return the number of outer modules that all names share.
 function commonParts(all) {
   let count = 0;
   while (all.length && all.every((parts) => parts.length > count + 1 && parts[count] === all[0][count])) count++;
   return count;
 }
 
-// Too many neighbours become branches of equal numbers of them.
+// Split too many siblings into branches of equal size.
 function inRanges(nodes) {
   if (nodes.length <= 1.5 * MOST_LINES) return nodes;
   const size = Math.ceil(nodes.length / MOST_LINES);
@@ -60,7 +60,7 @@ function inRanges(nodes) {
   return ranges;
 }
 
-// The largest code of some names in each of some columns, whether any element there was NaN or infinite, and the worst.
+// Return the largest code of some names in each of some columns, whether an element there was NaN or infinite, and the worst.
 function extremesOf(names, matrix, width) {
   const columns = new Uint16Array(Math.min(width, matrix.numColumns));
   const broken = new Uint8Array(columns.length);
@@ -75,7 +75,7 @@ function extremesOf(names, matrix, width) {
   return { columns, broken, worst: Math.max(CODE_MISSING, ...columns) };
 }
 
-// A drawing in the style sheet's colours, which needs no drawing anew when these change.
+// A drawing in colours of the style sheet, which adapts to a new theme without redrawing.
 function sparkline({ columns, broken }, matrix) {
   const known = columns.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE);
   const low = known.reduce((least, code) => Math.min(least, code), Infinity);
@@ -98,7 +98,7 @@ function sparkline({ columns, broken }, matrix) {
   return drawing;
 }
 
-// What every line has beside its name.
+// The cells of every row beside its name.
 function lineEnd(node) {
   const matrix = run.layers.matrix();
   const found = extremesOf(node.names, matrix, SPARK.width);
@@ -107,7 +107,7 @@ function lineEnd(node) {
   return [sparkline(found, matrix), element("span", { class: "worst" + (isBad ? " alarming" : ""), title: "the largest in the run" }, worst)];
 }
 
-// The lines of nodes; `leafLine(node, ends)` makes a layer's.
+// The rows of nodes; `leafLine(node, ends)` makes the row of a layer.
 function treeLines(nodes, leafLine) {
   const openAll = nodes.reduce((total, node) => total + 1 + (node.children?.length ?? 0), 0) <= MOST_LINES / 2;
   return nodes.map((node) => {

@@ -1,13 +1,13 @@
-// What all pictures share: the range of steps, the step under the pointer, and the horizontal axis.
+// The state that all pictures share: the range of steps, the step under the pointer, and the horizontal axis.
 
-// The first row stands for the steps up to it, as every other row does: it gets the usual width of one.
+// Like every row, the first one represents the steps up to it; its width is the usual width of a row.
 function fullRange() {
   const lastStep = Math.max(1, ...[content.steps, ...content.own.axes].map((steps) => steps[steps.length - 1] ?? 1));
   if (content.steps.length < 2) return [lastStep - 1, lastStep + 1];
   return [Math.max(Math.min(0, content.steps[0] - 1), content.steps[0] - typicalSpacing(content.steps)), lastStep];
 }
 
-// The median distance of neighbours.
+// Return the median distance of neighbours.
 function typicalSpacing(steps) {
   const spaces = steps.slice(1).map((step, index) => step - steps[index]).sort((a, b) => a - b);
   return spaces.length ? spaces[spaces.length >> 1] : 1;
@@ -15,25 +15,25 @@ function typicalSpacing(steps) {
 
 let FULL_RANGE = fullRange();
 
-// Everything is kept in optimizer steps, and drawn at the place that the horizontal axis gives them.
+// All positions are kept in optimizer steps, and drawn at their position on the horizontal axis.
 const STEP_AXIS = { label: "optimizer step", isTime: false, steps: [0, 1], values: [0, 1] };
 
 const placeOf = (step) => between(view.axis.steps, view.axis.values, step);
 const stepAtPlace = (place) => between(view.axis.values, view.axis.steps, place);
 
-// The step at a part of the width, from 0 to 1.
+// Return the step at a part of the width, from 0 to 1.
 function stepAcross(part) {
   const [low, high] = view.range.map(placeOf);
   return stepAtPlace(low + part * (high - low));
 }
 
-// Straight lines between knots, and on beyond the first and the last.
+// Interpolate linearly between knots, and extrapolate before the first and after the last.
 function between(from, to, value) {
   const left = clamp(lastAtMost(from, value), 0, from.length - 2);
   return to[left] + ((value - from[left]) / (from[left + 1] - from[left])) * (to[left + 1] - to[left]);
 }
 
-// Ticks of the range in view: the steps at which the axis has round values, with their texts.
+// Return the ticks of the range in view: the steps at which the axis has round values, with their labels.
 function axisTicks(most) {
   const [low, high] = view.range.map(placeOf);
   const { isTime } = view.axis;
@@ -51,17 +51,17 @@ function stepText(step) {
 
 const view = {
   range: [...FULL_RANGE],
-  step: null, // under the pointer of any picture
+  step: null, // the step under the pointer of any picture
   axis: STEP_AXIS,
-  opened: new Set(), // branches of the tree of layers
+  opened: new Set(), // opened branches of the tree of layers
 };
 
-// What was seen stands in the address: a reloaded page, and one whose address was sent to somebody else, shows it again.
+// The view is kept in the URL, so that a reloaded page, or a shared link, shows it again.
 function viewOfAddress() {
   try {
     return JSON.parse(decodeURIComponent(location.hash.slice(1))) ?? {};
   } catch {
-    return {}; // no view of ours
+    return {}; // the URL has no view of this page
   }
 }
 
@@ -71,7 +71,7 @@ function viewToAddress() {
   history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(state)));
 }
 
-// What is new to the page has a full range of its own; the view stays where it can.
+// New ranges of the page are set to their full extent; the current view is kept if possible.
 function resetView() {
   const before = viewOfAddress();
   FULL_RANGE = fullRange();
@@ -122,7 +122,7 @@ function setStep(step, source) {
   announce("step", source);
 }
 
-// Index of the last element of an ascending list that is <= value; -1 where there is none.
+// Return the index of the last element of an ascending list that is <= value; -1 if there is none.
 function lastAtMost(list, value) {
   let low = 0;
   let high = list.length;
