@@ -1,4 +1,4 @@
-"""What the parameters themselves say: how they begin, and how far updates move them."""
+"""Rules for the parameters: their initial size, the inputs, and how far updates move the parameters."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ._base import FIRST_STEPS, FROM_0, FROM_1, SHARE, Alert, Bounds, Level, Shi
 
 # S samples, P watched parameters
 
-_EARLY: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
-_FROM_0: Final = 50  # steps in which what began at 0, as a logistic regression, grows by shares that say nothing
-_SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # of each weight's norm, by so many updates in a row
-_NOTICED: Final = 0.01  # of a log norm by one update: of less nothing large is made
-_OF_TYPICAL: Final = 0.3  # of the root mean square of all parameters: what is smaller may well shrink
-_MANY: Final = 5  # weights, of which half as much is as bad where all grow alike
-_AT_ONCE: Final = math.log(2.0)  # by one update
-_OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
-_TOGETHER: Final = 10  # updates that are looked at together
+_EARLY: Final = 20  # first steps, in which parameters may move fast: adaptive optimizers begin with full steps
+_FROM_0: Final = 50  # steps after all weights were 0, as in a logistic regression, whose relative growth means nothing
+_SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # share of its norm that a weight loses per step, in so many updates in a row
+_NOTICED: Final = 0.01  # smallest change of a log norm per step that is looked at
+_OF_TYPICAL: Final = 0.3  # share of the root mean square of all parameters: smaller weights may shrink
+_MANY: Final = 5  # number of weights from which half of a weight's limit holds for the norm of all together
+_AT_ONCE: Final = math.log(2.0)  # change of a log norm by one update
+_OF_LAST: Final = 5  # number of updates of which two have to be too large: a single one may be a bad batch
+_TOGETHER: Final = 10  # number of updates whose changes are added up
 _MIN_WEIGHTS: Final = 64  # fewer elements are a scale or a temperature, not a layer's weights
 _CAUSE: Final = (
     "not clear: either a learning rate that is too high, or a large scale of the inputs, targets or loss; the size of "
@@ -46,26 +46,26 @@ _JUMP_CAUSE: Final = (
     "not clear: either too large an update, or weights that were loaded or rescaled; the gradient and the learning "
     "rate of the step before tell them apart"
 )
-_JUMP_REMEDY: Final = "look at the learning rate's schedule, the batch before, and what else writes to parameters"
+_JUMP_REMEDY: Final = "check the learning rate's schedule, the batch before, and other code that writes to parameters"
 _DECAY: Final = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
-_MIN_ELEMENTS: Final = 256  # of all parameters together: fewer may well begin anywhere, and pass through 0
+_MIN_ELEMENTS: Final = 256  # in all parameters together: smaller models may begin anywhere, and pass through 0
 _NORMALISATION: Final = re.compile(r"norm|ln|bn", re.IGNORECASE)
-_EXACT: Final = 1e-12  # relative: float64 sums of equal numbers are that exact
-_MIN_UNITS: Final = 4  # so many equal gradients are no chance
+_EXACT: Final = 1e-12  # relative error of a float64 sum of equal numbers
+_MIN_UNITS: Final = 4  # this many equal gradients are not equal by chance
 
 
 @dataclass(kw_only=True)
 class PoorInitialisation(ShippedRule):
-    """At the first samples, weights far from the size that keeps a signal's size, or equal units: "Initial weights".
+    """Raises the alert "Initial weights" if the first weights do not preserve a signal's size, or make units equal.
 
-    Not of a model that was trained before, whose normalisations have left 1 and 0: what it has learnt is no accident.
+    A model that was trained before is not judged: the weights of its normalisations are not 1, and their biases not 0.
 
     Args:
-        max_gain: RMS weight times sqrt(fan-in) above which one layer is too large. Healthy: up to 1.7, faults from 2.8.
-        min_gain: the median of all layers below which they are too small, unless most are frozen. Faults have 0.006.
-        max_rms: of a weight whose fan-in is not known. Healthy: up to 1.03.
-        max_recurrent_gain: of a recurrent weight, which multiplies a state again and again: an orthogonal one has 1.
-        max_bias: root mean square of a bias, but the last one. Healthy: up to 0.7.
+        max_gain: largest RMS of a layer's weight times sqrt(fan-in). Healthy: up to 1.7; faults: from 2.8.
+        min_gain: smallest median of this gain over the layers, unless most are frozen. Faults: 0.006.
+        max_rms: largest RMS of a weight whose fan-in is unknown. Healthy: up to 1.03.
+        max_recurrent_gain: largest gain of a recurrent weight, which multiplies a state repeatedly. Orthogonal: 1.
+        max_bias: largest root mean square (RMS) of a bias, except the last one. Healthy: up to 0.7.
     """
 
     max_gain: float = 2.5
@@ -88,14 +88,14 @@ class PoorInitialisation(ShippedRule):
             if self._is_over or snapshot.steps[sample] > FIRST_STEPS:
                 self._is_over = True
                 return
-            if snapshot.column_sums[sample, Column.NUM_ELEMENTS] < _MIN_ELEMENTS:  # a norm says nothing about them
+            if snapshot.column_sums[sample, Column.NUM_ELEMENTS] < _MIN_ELEMENTS:  # too few for norms to mean anything
                 continue
             self._is_over = True
             if not _was_trained(snapshot, sample) and (found := self._look_at(snapshot, sample)) is not None:
                 yield self._alert(int(snapshot.steps[sample]), *found)
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
-        """What is wrong with the first weights, and the cause; None for nothing."""
+        """Return what is wrong with the initial weights, and the cause; None if nothing is."""
         all_gains = dict(initial_gains(snapshot, sample))
         gains = {name: gain for name, gain in all_gains.items() if gain > 0}
         rms_P = snapshot.param_norm[sample] / np.sqrt(snapshot.num_elements[sample])
@@ -105,9 +105,9 @@ class PoorInitialisation(ShippedRule):
         large += [f"{name} {number(rms)}" for name, rms, many in zip(snapshot.names, rms_P, many_P, strict=True)
                   if rms > self.max_rms and name not in gains and many]  # fmt: skip
         if large:
-            words = f"weights are far larger than what keeps a signal's size (1/sqrt(fan-in)): {listing(large)}"
+            words = f"weights are far larger than the size that preserves a signal (1/sqrt(fan-in)): {listing(large)}"
             return words, "poor initialisation: too large"
-        # Far from 0 a unit, or a gate, is on or off whatever it is given. The last bias may be the targets' mean.
+        # With a bias far from 0, a unit or a gate is on or off for any input. The last bias may be the targets' mean.
         size_P, far = snapshot.num_elements[sample], np.flatnonzero(rms_P[:-1] > self.max_bias).tolist()
         shifted = [f"{snapshot.names[p]} {number(rms_P[p])}" for p in far
                    if "bias" in snapshot.names[p] and size_P[p] >= _MIN_UNITS]  # fmt: skip
@@ -120,13 +120,13 @@ class PoorInitialisation(ShippedRule):
             return words, "a constant initialisation: equal weights"
         if gains and snapshot.present[sample].mean() > 0.5 and float(np.median(list(gains.values()))) < self.min_gain:
             all_of_them = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
-            words = f"the weights are far smaller than what keeps a signal's size: {all_of_them}"
+            words = f"the weights are far smaller than the size that preserves a signal: {all_of_them}"
             return words, "poor initialisation: too small"
         equal_P = (snapshot.grad_min[sample] == snapshot.grad_max[sample]) & (snapshot.grad_max[sample] != 0)
         equal_P &= (snapshot.num_elements[sample] >= _MIN_UNITS) & (rms_P >= 0)
         equal = [name for name, same in zip(snapshot.names, equal_P, strict=True) if same and "bias" in name]
         if equal:
-            words = f"all units of a layer have equal gradients, and can never become different: {listing(equal)}"
+            words = f"all units of a layer have equal gradients and can never become different: {listing(equal)}"
             return words, "a constant initialisation: equal weights"
         return None
 
@@ -137,10 +137,10 @@ class PoorInitialisation(ShippedRule):
 
 @dataclass(kw_only=True)
 class LargeInputs(ShippedRule):
-    """In each of the first two samples the first layer's gradients are those of large inputs: "Large inputs".
+    """Raises the alert "Large inputs" if the first layer's gradients show large inputs in both first samples.
 
     Args:
-        max_scale: of the inputs' root mean square. Healthy: up to 3.9; bytes of images have 130.
+        max_scale: largest root mean square of the inputs. Healthy: up to 3.9; images as bytes: 130.
     """
 
     max_scale: float = 50.0
@@ -162,30 +162,30 @@ class LargeInputs(ShippedRule):
 
     def _alert(self, step: int, name: str, scale: float) -> Alert:
         fact = (
-            f"Step {step}: by the gradients of {name} and its bias, the inputs of this layer have a root mean square "
-            f"of about {number(scale)} (threshold {number(self.max_scale)})."
+            f"Step {step}: judging by the gradients of {name} and its bias, the inputs of this layer have a root mean "
+            f"square of about {number(scale)} (threshold {number(self.max_scale)})."
         )
         cause = "a large scale of the inputs: they are not normalised"
-        remedy = "normalise the inputs to a mean of 0 and a deviation of 1: bytes of images divided by 255, for example"
+        remedy = "normalise the inputs to mean 0 and standard deviation 1, for example divide bytes of images by 255"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
 
 @dataclass(kw_only=True)
 class FastParameters(ShippedRule):
-    """Updates grow a weight by far more than any training survives, or shrink it to nothing.
+    """Raises the alert "Parameters grow too fast" or "Parameters shrink" if updates change weights too much.
 
-    "Parameters grow too fast": of each weight the second largest of five updates counts, and ten without the largest.
-    "Parameters shrink": a weight that loses 2 % per step or more, eight times in a row; and what is left of the largest
-    norm of all parameters. What begins at 0, or next to it, may grow to the model's typical weight, or to half of the
-    size that keeps a signal's, however fast. The norm of all together may grow half as fast as a single one's, if these
-    are five or more.
+    Growth: for each weight, the second largest of five updates is checked, and the product of ten without the largest.
+    Shrinking: a weight loses 2 % or more per step in eight updates in a row, or too little is left of the first norm of
+    all parameters. A weight that begins at or near 0 may grow at any speed to the model's typical weight, or to half of
+    the size that preserves a signal. With five or more weights, the norm of all together may grow only half as fast as
+    that of a single weight.
 
     Args:
-        max_growth: of a weight's norm per step, after step 20. Healthy: at most 11 %, of an LSTM at a rate of 20.
-        max_first_growth: before it. Healthy: at most 11 %, faults from 26 %.
-        max_factor: of a weight's norm over 10 updates without the largest, which may be a bad batch or the user's own
-            change, and by a single one after step 20. Healthy: at most 1.7.
-        min_left: of the largest norm. Healthy: 0.44 at least, faults 0.001.
+        max_growth: largest growth of a weight's norm per step after step 20. Healthy: at most 11 % (LSTM, rate 20).
+        max_first_growth: the same up to step 20. Healthy: at most 11 %; faults: from 26 %.
+        max_factor: largest growth factor of a weight's norm over 10 updates without the largest, which may be a bad
+            batch or a change by the user; and by a single update after step 20. Healthy: at most 1.7.
+        min_left: smallest share of the first norm that is left. Healthy: at least 0.44; faults: 0.001.
     """
 
     max_growth: float = 0.12
@@ -194,15 +194,15 @@ class FastParameters(ShippedRule):
     min_left: float = 0.2
     _movement: Movement = field(default_factory=Movement, init=False, repr=False)
     _names: tuple[str, ...] = field(default=(), init=False, repr=False)
-    # By how much each weight's log norm changed per step, 0 where unknown; at last twice that of all together.
+    # Change of each weight's log norm per step, 0 if unknown; last that of all together, doubled for many weights.
     _recent: deque[FloatArray] = field(default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False)
-    # Updates after these, too small for a finding: worked out when a larger one comes.
+    # Later updates that are too small for a finding: their changes are computed when a larger one comes.
     _ordinary: deque[tuple[Update, FloatArray]] = field(
         default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False
     )
-    _left_sq: float = field(default=0.0, init=False)  # at least so much of the largest norm's square is left
+    _left_sq: float = field(default=0.0, init=False)  # at least this share of the squared first norm is left
     _largest: PerName = field(default_factory=PerName, init=False, repr=False)
-    _step_at_0: float = field(default=-math.inf, init=False)  # the last one that found every parameter at 0
+    _step_at_0: float = field(default=-math.inf, init=False)  # the last step at which all weights were 0
 
     title: ClassVar[str] = "Parameters grow too fast"
     shrinking: ClassVar[str] = "Parameters shrink"
@@ -217,7 +217,7 @@ class FastParameters(ShippedRule):
                 self._step_at_0 = seen.step
             if seen.step <= self._step_at_0 + _FROM_0:
                 continue
-            if seen.step - update.num_steps <= _EARLY < seen.step - 1:  # the limit of the steps before is another one
+            if seen.step - update.num_steps <= _EARLY < seen.step - 1:  # another limit held before
                 self._recent.clear()
                 self._ordinary.clear()
             if self._is_ordinary(update, seen):
@@ -237,10 +237,10 @@ class FastParameters(ShippedRule):
                 yield self._shrinking(snapshot, seen.place, left, shrinking)
 
     def _is_ordinary(self, update: Update, sample: Overview) -> bool:
-        """Whether no weight has changed enough to be noticed, as nearly always; then nothing else is looked at."""
+        """Whether no weight has changed enough to be noticed, the usual case; then nothing else is computed."""
         share = 2 * _NOTICED * update.num_steps
         left_sq, self._left_sq = self._left_sq * (1 - share), 0.0
-        is_known = left_sq > self.min_left**2 and 0 < share < 0.6  # of more a shrinking one may lose as much
+        is_known = left_sq > self.min_left**2 and 0 < share < 0.6  # over more, shrinking takes as much
         is_known = is_known and sample.sums[Column.PARAM_NUM_NONFINITE] == 0
         if not (is_known and update.total_after - update.total_before <= share / 2 * update.total_before):
             return False
@@ -251,7 +251,7 @@ class FastParameters(ShippedRule):
         return is_ordinary
 
     def _follow(self, names: tuple[str, ...], update: Update, size_P: FloatArray) -> bool:
-        """Note how much each weight has changed since the sample before; whether that is known of any."""
+        """Record how much each weight has changed since the previous sample. Returns whether any change is known."""
         if names != self._names:
             self._names, self._recent = names, deque(maxlen=_TOGETHER)
             self._ordinary.clear()
@@ -270,7 +270,7 @@ class FastParameters(ShippedRule):
         return super().state_dict()
 
     def _growing(self, snapshot: Snapshot, sample: int) -> Iterable[Alert]:
-        """The alert of weights that have grown too fast, if there are any."""
+        """Yield the alert of weights that have grown too fast, if there are any."""
         step, recent = int(snapshot.steps[sample]), np.sort(list(self._recent), axis=0)
         limit = self.max_first_growth if step <= _EARLY else self.max_growth
         last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
@@ -300,10 +300,10 @@ class FastParameters(ShippedRule):
         return finding(self.title, fact, layers, cause, remedy, step, level)
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
-        """What is left of the parameters' largest norm: of those that are there from the first sample on."""
+        """Return the share of the first norm that is left, of parameters that are present since the first sample."""
         largest_P = self._largest.of(snapshot.names)
         left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=largest_P > 0))
-        if left_sq > 0 and snapshot.column_sums[sample, Column.PARAM_NUM_NONFINITE] == 0:  # as nearly always: all here
+        if left_sq > 0 and snapshot.column_sums[sample, Column.PARAM_NUM_NONFINITE] == 0:  # usual: all present
             whole_sq, are_known_P = float(largest_P @ largest_P), (largest_P > 0) & _are_weights(snapshot.names)
             self._left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=are_known_P)) / whole_sq
             return math.sqrt(left_sq / whole_sq)
@@ -326,7 +326,7 @@ class FastParameters(ShippedRule):
                 f"Step {step}: {len(shrinking)} {have} lost {number(100 * _SHRINKS)} % or more in each of the "
                 f"last {_SHRINK_SAMPLES} updates."
             )
-        elif self._recent[-1].min() < -_AT_ONCE:  # a decay takes less than a product of learning rate and decay
+        elif self._recent[-1].min() < -_AT_ONCE:  # a decay by learning rate times weight decay takes less
             cause = (
                 f"not clear: either {cause}, or weights that were loaded or rescaled; what the script does at this "
                 "step tells them apart"
@@ -336,12 +336,12 @@ class FastParameters(ShippedRule):
             worst_first(lost_P, shrinking),
             lambda p: f"{self._names[p]} {number(-100 * math.expm1(-lost_P[p]))} % per step",
         )
-        remedy = "divide the weight decay by 10; with decoupled decay its product with the learning rate counts"
+        remedy = "divide the weight decay by 10; if it is decoupled (AdamW), its product with the learning rate counts"
         return finding(self.shrinking, fact, layers, cause, remedy, step, "WARN")
 
 
 def _was_trained(snapshot: Snapshot, sample: int) -> bool:
-    """Whether a normalisation layer, by its name, has a weight that is not all 1 or 0, and a bias that is not all 0."""
+    """Whether a normalisation layer, by its name, has weights other than all 1 or all 0, and a bias other than 0."""
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
     for weight, bias in weights_beside_biases(snapshot.names):
         module, _, parameter = snapshot.names[weight].rpartition(".")
@@ -353,10 +353,10 @@ def _was_trained(snapshot: Snapshot, sample: int) -> bool:
 
 
 def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> list[str]:
-    """Those of these weights whose elements are all the same number, other than 0, up to the sign.
+    """Return the names of the weights whose elements all have the same absolute value, other than 0.
 
-    Their root mean square is then exactly a float32 number, which that of random ones is once in 10,000 layers at
-    most. An identity, of gain 1, is too.
+    Their root mean square is exactly a float32 number. That of random weights is so at most once in 10,000 layers; that
+    of an identity, with gain 1, is so too, and is left out.
     """
     found = []
     for name, gain in gains.items():
@@ -370,18 +370,18 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
 
 
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> FloatArray | None:
-    """Each weight's change of log norm per step, 0 where unknown, at last that of all, twice where these are many."""
+    """Return each weight's change of log norm per step, 0 if unknown, then that of all, doubled if many: [P + 1]."""
     before_P, now_P, *_, num_steps = update
     known_P = _are_weights(names) & (size_P >= _MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
     if num_steps < 1 or not np.count_nonzero(known_P):
         return None
     before, now = np.add.reduce(before_P), np.add.reduce(now_P)
     typical_sq = before / np.add.reduce(size_P)
-    if np.isnan(before + now):  # some are not in both
+    if np.isnan(before + now):  # some parameters are missing in one of them
         both_P = before_P + now_P >= 0
         before, now = before_P.sum(where=both_P), now_P.sum(where=both_P)
         typical_sq = np.nansum(before_P) / np.nansum(size_P)
-    # What begins at 0 or next to it, as half of a LoRA pair, may grow up to what is typical, or small, however fast.
+    # A weight that begins at or near 0, as half of a LoRA pair, may grow to a typical or a small size at any speed.
     small_P, typical_P = small_squares(size_P), typical_sq * size_P
     least_P = np.where(now_P > before_P, np.maximum(typical_P, small_P), _OF_TYPICAL**2 * typical_P)
     ratio_P = np.ones(len(names) + 1)
@@ -394,5 +394,5 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> Float
 
 @lru_cache(maxsize=16)
 def _are_weights(names: tuple[str, ...]) -> npt.NDArray[np.bool_]:
-    """Whether each parameter is a weight, by its name: a bias that jumps switches units on or off, which is told."""
+    """Whether each parameter is a weight, by its name. A bias that jumps switches units off, which other rules find."""
     return np.array(["bias" not in name for name in names])

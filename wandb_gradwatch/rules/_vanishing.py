@@ -1,4 +1,4 @@
-"""Gradients that fade or die."""
+"""Rules for gradients that vanish, and for units without a gradient."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, ShippedRule, finding
 
 # S samples, P watched parameters, L modules
 
-_CHANCE: Final = 1e-3  # that a layer which is now and then without a gradient is so as often in a row
-_AT_ONCE: Final = 0.25  # of a layer's units: so many do not die within one sample of a healthy training
-_MIN_UNITS: Final = 8  # fewer are all off in two samples now and then
-_ARRIVED: Final = 1e-6  # of the largest norm so far: what fits exactly has layers without any gradient, and is done
-_CERTAIN: Final = 5  # samples in a row of what no healthy training has
-_FAINT: Final = 1e-20  # of the largest gradient: what cancels but for rounding has 1e-9, in float64 1e-17
+_CHANCE: Final = 1e-3  # probability that a layer lacks a gradient this long by chance, below which it is dead
+_AT_ONCE: Final = 0.25  # share of a layer's units; more do not die within one sample of a healthy training
+_MIN_UNITS: Final = 8  # smaller layers have all units off in two samples now and then
+_ARRIVED: Final = 1e-6  # share of the largest norm so far; below it the data is fitted, and layers may have no gradient
+_CERTAIN: Final = 5  # number of samples in a row that no healthy training has
+_FAINT: Final = 1e-20  # share of the largest gradient; one that cancels up to rounding has 1e-9, in float64 1e-17
 _TINY_LOSS: Final = 1e-6
-_NOTHING: Final = 1e-12  # of the parameters' norm: a first gradient that is no training's
-_SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # of float16
-_STEEP: Final = 1e6  # times a norm may not fall over the depth, whatever the training does later
-_RECOVERED: Final = 0.25  # of the steepest fall so far: what is already so much less was the first steps'
-_MANY: Final = 0.9  # of a layer's units, that no chance and no training has switched off one by one
+_NOTHING: Final = 1e-12  # share of the parameters' norm; no training begins with a smaller gradient
+_SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # the smallest normal and the smallest positive float16
+_STEEP: Final = 1e6  # fall of the norm over the depth, as a factor, that needs only three samples
+_RECOVERED: Final = 0.25  # share of the steepest fall so far; a smaller fall belonged to the first steps and is over
+_MANY: Final = 0.9  # share of a layer's units that neither chance nor training switches off one by one
 _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
-# By what is found: the cause that it leaves open, and what to do.
+# kind of finding -> (probable cause, remedy)
 _CAUSES: Final[dict[str, tuple[str, str]]] = {
     "small": (
         "a saturated or dead network, a loss divided too often, or float16 gradients with too small a loss scale",
@@ -50,7 +50,7 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
         "not clear: either a saturated gate, router or activation, or a factor of almost 0 on the way back to these "
         "layers (a residual or loss weight, many small factors through depth or time); the outputs of what follows "
         "them tell them apart",
-        "look at what follows these layers: gates, scales, weights of the loss; normalise its inputs",
+        "check what follows these layers: gates, scales, weights of the loss; normalise its inputs",
     ),
     "coarse": ("float16 underflow", "use torch.amp.GradScaler, do not divide the loss so far, or use bfloat16"),
 }
@@ -58,18 +58,18 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
 
 @dataclass(kw_only=True)
 class VanishingGradient(ShippedRule):
-    """The gradient fades: all of it, or on its way back to the input: "Vanishing gradient".
+    """Raises the alert "Vanishing gradient" if the total norm is too small, or norms fall layer by layer to the input.
 
-    A total norm that sinks slowly below the floor is a training that has converged, and no alert; one that was below
-    it from the start, or fell off a cliff, is one. So is a parameter whose gradient is less than 1e-20 of the others',
-    where rounding leaves 1e-9, and one of which float16 has kept nothing but its smallest steps.
+    A total norm that sinks slowly below the floor is convergence and raises no alert; a norm that was below it from the
+    start, or fell abruptly, does. So do parameters whose gradients are less than 1e-20 of the largest one, where
+    rounding leaves 1e-9, and float16 gradients of which only multiples of the smallest float16 number are left.
 
     Args:
-        min_norm: a total norm above 0 and below this is too small.
-        depth_factor: how much smaller the first layer's norm may be than the last one's, if the norms fall layer by
-            layer (rank correlation at least `min_order`); without an order, layers differ for healthy reasons.
-        min_order: see `depth_factor`.
-        patience: samples in a row before it counts.
+        min_norm: the floor: a total norm above 0 and below it is too small.
+        depth_factor: how many times smaller the first layer's norm may be than the last one's, if the norms fall layer
+            by layer. Without such an order, layers differ for healthy reasons.
+        min_order: smallest rank correlation of norm and depth that counts as such an order.
+        patience: number of samples in a row that raises the alert.
     """
 
     min_norm: float = 1e-7
@@ -78,8 +78,8 @@ class VanishingGradient(ShippedRule):
     patience: int = 10
     _num_small: int = field(default=0, init=False)
     _num_faded: int = field(default=0, init=False)
-    _steepest: float = field(default=0.0, init=False)  # the largest factor of these
-    _last_large: float = field(default=math.nan, init=False)  # the newest norms above the floor, averaged
+    _steepest: float = field(default=0.0, init=False)  # the largest factor among these samples
+    _last_large: float = field(default=math.nan, init=False)  # moving geometric mean of norms above the floor
     _converged: bool = field(default=False, init=False)
     _faint: Streaks = field(default_factory=Streaks, init=False, repr=False)
     _num_coarse: int = field(default=0, init=False)
@@ -118,21 +118,21 @@ class VanishingGradient(ShippedRule):
             elif (faint := self._faint_at(snapshot, seen)).size:
                 words = (
                     f"the gradients of {len(faint)} of {len(snapshot.names)} parameters have been less than "
-                    f"{number(_FAINT)} of the largest one for {_CERTAIN} samples or more; rounding leaves 1e-9."
+                    f"{number(_FAINT)} of the largest one for {_CERTAIN} samples or more; rounding alone leaves 1e-9."
                 )
                 yield self._alert(snapshot, sample, "faint", words, faint)
             self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, seen) else 0
             if self._num_coarse >= _CERTAIN:
                 words = (
-                    "most gradients are below 2^-14, and their smallest elements whole multiples of 2^-24, which is "
-                    f"where float16 ends, for {_CERTAIN} samples or more: smaller ones are 0."
+                    f"for {_CERTAIN} samples or more, most gradients are below 2^-14 and their smallest elements are "
+                    "multiples of 2^-24, the smallest number of float16: smaller elements have become 0."
                 )
                 yield self._alert(snapshot, sample, "coarse", words, [])
 
     def _faint_at(self, snapshot: Snapshot, seen: Overview) -> npt.NDArray[np.intp]:
-        """Places of the parameters whose gradients have been next to nothing beside the others' for some samples."""
+        """Return the indices of parameters whose gradients have been tiny beside the largest one for some samples."""
         least, most = seen.least[Column.GRAD_SUM_SQ], seen.most[Column.GRAD_SUM_SQ]
-        if least > max(LEAST_SUM_SQ, _FAINT**2 * most):  # as nearly always: all are there, and none is faint
+        if least > max(LEAST_SUM_SQ, _FAINT**2 * most):  # the usual case: all are present, and none is faint
             self._faint.end(snapshot.names, 1)
             return np.zeros(0, dtype=np.intp)
         norm_P = snapshot.grad_norm[seen.place]
@@ -142,7 +142,7 @@ class VanishingGradient(ShippedRule):
 
     def _is_small(self, norm: float) -> bool:
         if norm >= self.min_norm:
-            # Of their logarithms: of what has converged, one batch in ten has a norm that is a thousand times as large.
+            # A geometric mean, because after convergence one batch in ten has a norm a thousand times as large.
             before = norm if math.isnan(self._last_large) else self._last_large
             self._last_large = before**0.9 * norm**0.1
             self._num_small, self._converged = 0, False
@@ -153,29 +153,29 @@ class VanishingGradient(ShippedRule):
         return not self._converged
 
     def _alert(self, snapshot: Snapshot, sample: int, kind: str, words: str, which: npt.ArrayLike) -> Alert:
-        """The alert of a kind, and of these places of parameters."""
+        """Return the alert of this kind, with the parameters at the indices `which`."""
         norm_P, (cause, remedy) = snapshot.grad_norm[sample], _CAUSES[kind]
         layers = listing(worst_first(-norm_P, which), lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
         loss = float(snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))[sample])
         if kind == "small" and abs(loss) < _TINY_LOSS:
             cause = (
                 f"not clear: either too small a loss ({number(loss)}), divided too often or of too small a weight, or "
-                "a tiny scale of the targets; the targets, looked at, tell them apart"
+                "a tiny scale of the targets; a look at the targets tells them apart"
             )
         step = int(snapshot.steps[sample])
         return finding(self.title, f"Step {step}: {words}", layers, cause, remedy, step, "WARN")
 
 
 def _is_coarse(snapshot: Snapshot, seen: Overview) -> bool:
-    """Whether float16 has kept of most gradients' elements nothing but its smallest steps."""
+    """Whether most gradient elements belong to gradients that are multiples of the smallest float16 number."""
     scale = float(snapshot.loss_scale[seen.place])
     scale = 1.0 if math.isnan(scale) else scale
     if max(seen.least[Column.GRAD_MAX], -seen.most[Column.GRAD_MIN]) * scale >= _SMALLEST_NORMAL:
-        return False  # as nearly always: every parameter has an element that is above
+        return False  # the usual case: every gradient has an element that is larger
     steps_P = seen.rows[:, Column.GRAD_ABS_MIN_NONZERO] * (scale / _SMALLEST)
     is_coarse_P = (steps_P >= 1) & (steps_P == np.rint(steps_P))
     if not np.count_nonzero(is_coarse_P):
-        return False  # nor is any of them cut to such steps
+        return False  # no gradient consists of such multiples
     largest_P = np.maximum(seen.rows[:, Column.GRAD_MAX], -seen.rows[:, Column.GRAD_MIN]) * scale
     is_coarse_P &= largest_P < _SMALLEST_NORMAL
     size_P = np.where(largest_P > 0, seen.rows[:, Column.NUM_ELEMENTS], 0.0)
@@ -184,28 +184,27 @@ def _is_coarse(snapshot: Snapshot, seen: Overview) -> bool:
 
 @dataclass(kw_only=True)
 class DeadGradient(ShippedRule):
-    """Units of a layer get no gradient at all, and they are the same ones from sample to sample: "Dead gradient".
+    """Raises the alert "Dead gradient" if the same units of a layer get no gradient in sample after sample.
 
-    A count of one sample says nothing: at a batch of 1 half of all ReLU units are off in every sample, though never the
-    same half. That the same units are dead shows where the count does not scatter as a chance would have it. Nor does
-    half of a layer say anything: far from the input, where all samples look alike, each unit of an untrained layer is
-    on for all of them or off for all of them, and half of them are off; and training switches more off one by one,
-    while the others learn. So a layer counts where nine tenths of its units are dead, or where half of them are and
-    have died at once.
+    The count of one sample means nothing: at a batch size of 1 half of all ReLU units are off in every sample, but
+    never the same half. The dead units are the same ones if their count varies less than it would by chance. Half of a
+    layer means nothing either: far from the input, where all samples look alike, each unit of an untrained layer is on
+    or off for all samples, half of them off, and training switches off more, one by one, while the others learn. So a
+    layer counts as dead if nine tenths of its units are dead, or if half of them are and have died at once.
 
-    A whole layer without any gradient is told at the second sample if it never was so before, and what it feeds has
-    inputs of 0; experts and losses that are now and then without one take longer by Laplace's rule of succession, and
-    so does what is not asked for by the loss. So is a layer whose input has become 0.
+    A whole layer without any gradient raises the alert at the second sample if it never lacked one before and the layer
+    after it has inputs of 0. Layers that lack a gradient now and then, as experts do, and layers that the loss does not
+    use take longer, by Laplace's rule of succession. A layer whose input has become 0 raises the alert, too.
 
     Args:
-        max_ratio: the share of a layer's units that may have died at once. 5 % and 20 %, as is often read, is what an
-            untrained `Linear(1, 32)` before a ReLU has (a quarter of its units fire for no input in [-1, 1]).
-        patience: samples in a row before it counts: LoRA's A and all before a zero-initialised layer are dead at first.
+        max_ratio: largest share of a layer's units that may die at once. Limits of 5 % or 20 %, as often recommended,
+            are too low: of an untrained `Linear(1, 32)` before a ReLU a quarter fires for no input in [-1, 1].
+        patience: number of samples in a row. LoRA's A and layers before a zero-initialised one are dead at first.
     """
 
     max_ratio: float = 0.5
     patience: int = 10
-    # Dead ratios of the last samples: [P].
+    # The dead ratios of the last samples, [P] each
     _recent: deque[FloatArray] = field(default_factory=deque, init=False, repr=False)
     _largest: float = field(default=0.0, init=False)
     _names: tuple[str, ...] = field(default=(), init=False, repr=False)
@@ -218,7 +217,7 @@ class DeadGradient(ShippedRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Of layers of any size: it falls with it, but for what `_MANY` leaves alone in layers of a few units.
+        # The smallest limit for any size of a layer: it falls with the size, except where `_MANY` sets it.
         self._least = float(self._by_chance(np.append(np.arange(1.0, 1.0 / (1.0 - _MANY) + 1), np.inf)).min())
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
@@ -229,7 +228,7 @@ class DeadGradient(ShippedRule):
         self._names = names
         modules = modules_of(names).names
         for seen in snapshot.overview:
-            if not seen.norm > 0:  # nothing at all is NoGradient's
+            if not seen.norm > 0:  # NoGradient reports it
                 continue
             self._largest = max(self._largest, seen.norm)
             if seen.norm < _ARRIVED * self._largest:
@@ -244,7 +243,7 @@ class DeadGradient(ShippedRule):
             if len(self._recent) > self.patience:
                 self._recent.popleft()
             few_dead = seen.most[Column.NUM_DEAD] < self.max_ratio * num_elements
-            if few_dead or self._are_few(names, dead_P):  # as nearly always, and nothing is missing
+            if few_dead or self._are_few(names, dead_P):  # the usual case; nothing is missing
                 self._dead.end(modules, 1)
                 self._empty.end(modules, 1)
                 continue
@@ -263,9 +262,9 @@ class DeadGradient(ShippedRule):
                     yield self._empty_alert(seen.step, modules, first, int(row_L[first]), present_L)
 
     def _are_few(self, names: tuple[str, ...], dead_P: FloatArray) -> bool:
-        """Whether nothing of this sample can be told: fewer than may be off by chance in each layer, none of them new.
+        """Whether no layer can be reported: each has fewer dead units than chance allows, and no new ones.
 
-        False where something is missing.
+        False if a gradient is missing.
         """
         largest = np.maximum.reduce(dead_P, initial=0.0)
         if largest < self.max_ratio:
@@ -284,7 +283,7 @@ class DeadGradient(ShippedRule):
         present_L: npt.NDArray[np.bool_],
         empty_L: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.bool_]:
-        """Layers without any gradient, for longer than chance has it."""
+        """Return which layers have lacked any gradient for longer than chance explains: [L]."""
         all_dead_L: npt.NDArray[np.bool_] = share_L == 1.0
         seen = self._dead.see(modules_of(snapshot.names).names, all_dead_L, present_L)
         if seen is None:
@@ -301,7 +300,7 @@ class DeadGradient(ShippedRule):
         return suddenly_L
 
     def _are_the_same(self, snapshot: Snapshot, sample: int, recent: FloatArray) -> npt.NDArray[np.bool_]:
-        """Layers with too many dead units in each of the last samples, so equally many that they must be the same."""
+        """Return which layers had too many dead units in all last samples, the same ones as their count is constant."""
         has_many_L: npt.NDArray[np.bool_] = recent[-1] >= self.max_ratio
         if len(recent) < self.patience or not np.count_nonzero(has_many_L):
             return np.zeros_like(has_many_L)
@@ -313,25 +312,25 @@ class DeadGradient(ShippedRule):
         waiting_L = (recent == 1.0).all(axis=0) & _is_held_up(snapshot, sample)
         newest, earlier = recent[-2:], recent[:-2]
         have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)
-        # Further than the samples before them went: with steps between samples, one by one is a large step as well.
+        # The rise must exceed the earlier range: with steps between samples, units that die one by one rise far too.
         largest_L, least_L = np.max(earlier, axis=0, initial=0.0), np.min(earlier, axis=0, initial=1.0)
         have_died_L &= newest.min(axis=0) - largest_L > np.maximum(_AT_ONCE, largest_L - least_L)
-        have_died_L &= newest.max(axis=0) < 1.0  # whole layers are `_have_died`'s
-        have_died_L[-1] = False  # no unit follows the last layer, but the loss: answers that nobody gives any more
+        have_died_L &= newest.max(axis=0) < 1.0  # `_have_died` finds whole layers
+        have_died_L[-1] = False  # after the last layer comes the loss: its units may be outputs out of use
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
         is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L
         return is_told_L
 
     def _by_chance(self, size_L: FloatArray) -> FloatArray:
-        """The share of so many units below which they may be off by chance: [L]."""
-        # Four deviations of so many fair coins above their mean; of a layer of a few units all have to be dead.
+        """Return the share of dead units below which layers of these sizes may have them by chance: [L]."""
+        # Four standard deviations above the mean of this many coin tosses; in a layer of a few units all must be dead.
         coins_L = np.minimum(self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9)
         by_chance_L: FloatArray = np.maximum(coins_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
         return by_chance_L
 
     @staticmethod
     def _from_the_start(snapshot: Snapshot, sample: int, dead_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """These layers, if they are all from the input up to one, and nothing that has yet to leave 0 holds them up.
+        """Return `dead_L` if these are all layers from the input up to one and no zero weight explains it; else none.
 
         Gradients do not pass a weight that is 0 at first, and a few units may be off by chance.
         """
@@ -358,12 +357,12 @@ class DeadGradient(ShippedRule):
             "check what follows the layer nearest to the output (masks, dropout, its use), its bias and its "
             "initialisation; lower the learning rate, use LeakyReLU or GELU"
         )
-        # Of a first layer without a bias, inputs of 0 look like an output that is multiplied by 0.
+        # For a first layer without a bias, inputs of 0 look like an output that is multiplied by 0.
         front = np.flatnonzero(~np.isnan(share_L))[:2].tolist()
         if front[0] in dead and front[-1] not in dead and not modules.has_bias[front[0]]:
             cause = (
-                "not clear: either dead units in the first layer, or the data has changed: what follows this layer, "
-                "which has no bias, gets its gradient; the batch, looked at, tells them apart"
+                "not clear: either dead units in the first layer, or the data has changed: the layers after this one, "
+                "which has no bias, get their gradients; a look at the batch tells them apart"
             )
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
@@ -377,9 +376,9 @@ class DeadGradient(ShippedRule):
         if place == int(np.argmax(present_L)):
             cause = (
                 "not clear: either the data has changed, or a mask or dropout multiplies it by 0: this layer is the "
-                "first, and its inputs are all 0; the batch, looked at, tells them apart"
+                "first, and its inputs are all 0; a look at the batch tells them apart"
             )
-            remedy = "look at the data, its loading and its normalisation, and at masks and dropout on the inputs"
+            remedy = "check the data, its loading and its normalisation, and masks and dropout on the inputs"
         else:
             cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
             remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
@@ -387,9 +386,9 @@ class DeadGradient(ShippedRule):
 
 
 def _is_held_up(snapshot: Snapshot, sample: int) -> bool:
-    """Whether a weight is still 0, which no gradient passes, and has one: of what comes before it nothing is known yet.
+    """Whether a weight is still 0 and has a gradient: none passes it yet, so the layers before it cannot be judged.
 
-    One that has no gradient either will never be anything else.
+    A weight of 0 without a gradient stays 0, and excuses nothing.
     """
     is_weight_P = np.array(["bias" not in name for name in snapshot.names])
     return bool(np.any(is_weight_P & (snapshot.param_norm[sample] == 0) & (snapshot.grad_norm[sample] > 0)))
@@ -398,7 +397,7 @@ def _is_held_up(snapshot: Snapshot, sample: int) -> bool:
 def _feed_nothing(
     dead_L: npt.NDArray[np.bool_], empty_L: npt.NDArray[np.bool_], present_L: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Which of the dead layers are followed, in the model's order, by one whose inputs are all 0: [L]."""
+    """Return which of the dead layers are followed, in model order, by a layer whose inputs are all 0: [L]."""
     found_L, feeds_nothing = np.zeros_like(dead_L), False
     for place in np.flatnonzero(present_L)[::-1].tolist():
         feeds_nothing = bool(empty_L[place]) or (feeds_nothing and bool(dead_L[place]))
@@ -407,7 +406,7 @@ def _feed_nothing(
 
 
 def _num_units(snapshot: Snapshot, sample: int) -> FloatArray:
-    """Each module's units, by its smallest parameter: a bias has one element per unit. [L]"""
+    """Return each module's number of units, the size of its smallest parameter, as a bias has one per unit: [L]."""
     modules = modules_of(snapshot.names)
     size_P = np.where(snapshot.present[sample], snapshot.num_elements[sample], np.inf)
     size_L: FloatArray = np.minimum.reduceat(size_P[modules.order], modules.starts)
@@ -415,7 +414,7 @@ def _num_units(snapshot: Snapshot, sample: int) -> FloatArray:
 
 
 def _alike(share_NL: FloatArray, size_L: FloatArray) -> npt.NDArray[np.bool_]:
-    """Whether the shares of these samples differ by less than a count of independent units scatters: [L]."""
+    """Whether the shares vary less from sample to sample than those of independent units would: [L]."""
     mean_L = share_NL.mean(axis=0)
     with np.errstate(invalid="ignore"):
         alike: npt.NDArray[np.bool_] = np.ptp(share_NL, axis=0) <= np.sqrt(mean_L * (1 - mean_L) / size_L)
