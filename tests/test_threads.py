@@ -164,7 +164,7 @@ def test_threads_that_train_the_models_of_one_watcher_at_once_end_it(before, cap
     assert id(elsewhere.a) in touched.ids
     assert id(here.a) not in touched.ids
     assert repr(watcher).endswith("removed)")
-    assert "models with threads of their own need a watch() each" in caplog.text
+    assert "call watch() once for each model that has its own thread" in caplog.text
     assert "Traceback" not in caplog.text
 
 

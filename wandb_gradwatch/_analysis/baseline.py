@@ -1,4 +1,4 @@
-"""What a healthy norm looks like: mean and deviation of log norms that spikes cannot poison, and growth over time."""
+"""The usual range of a norm, by robust mean and standard deviation of log norms; and steady growth over time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .._measure.columns import FloatArray
 
 # N past samples
 
-_MIN_STD: Final = 0.01  # of a log norm: a norm that never moved and then moves by 1 % is no explosion
+_MIN_STD: Final = 0.01  # of a log norm, so that a change of a constant norm by 1 % is not an explosion
 _OUTLIER_STDS: Final = 5.0
 _MIN_FOR_TRIMMING: Final = 8
 _RECENT: Final = 16
-_MAX_EXPONENT: Final = 700.0  # e to a larger power is no double
+_MAX_EXPONENT: Final = 700.0  # e to a larger power overflows a float64
 _QUICK, _SLOW_FACTOR = 40, 5.0
-# A rise is seen within a fifth of its length.
+# Each length is at most about 30 % larger than the one before, so a rise is found soon after it has become long enough.
 _GROWTH_LENGTHS: Final = (5, 6, 7, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 64)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How large a norm may be, and what that is derived from. All but `num_samples` are norms, not logarithms."""
+    """The limit of a norm and its derivation: `value` and `usual` are norms, `stds` is the deviation of log norms."""
 
     value: float
     usual: float
@@ -34,10 +34,10 @@ class Limit:
 
 
 def student_factor(stds: float, num_samples: int) -> float:
-    """How many sample deviations from the mean of `num_samples` are as unlikely as `stds` true ones.
+    """The number of estimated standard deviations that is as unlikely, after `num_samples`, as `stds` exact ones.
 
-    Student's t-quantile of the same tail (Wallace's approximation, right to about 5 % from 4 degrees of freedom on),
-    times sqrt(1 + 1/n) because the mean is an estimate too. For many samples it is `stds`.
+    Student's t-quantile of the same tail (Wallace's approximation, accurate to about 5 % from 4 degrees of freedom on),
+    times sqrt(1 + 1/n) because the mean is also estimated. For many samples the result approaches `stds`.
 
     Example: student_factor(3, 5) = 7.5 (exactly 7.3) and student_factor(3, 10000) = 3.00.
     """
@@ -49,22 +49,22 @@ def student_factor(stds: float, num_samples: int) -> float:
 def limit_of(
     log_norms_N: Sequence[float], *, stds: float, min_factor: float, record_factor: float | None = None
 ) -> Limit:
-    """The largest norm that is still usual after these.
+    """The largest norm that is still usual after these norms.
 
-    A past sample far from the median does not count: the first step of a training is often 100 times larger than all
-    later ones and would hide the next explosion.
+    Past samples far from the median are excluded: the first step of a training is often 100 times larger than all
+    later steps, and would hide the next explosion.
 
     Args:
-        log_norms_N: the past, at least 2.
-        stds: deviations that are too many, if mean and deviation were known exactly.
-        min_factor: a norm below this multiple of the usual one is never too large.
-        record_factor: nor is one below this multiple of the second largest of the last 16, whether it counts or not.
+        log_norms_N: the logarithms of at least 2 past norms.
+        stds: number of standard deviations above the mean at the limit, if both were known exactly.
+        min_factor: the limit is at least this multiple of the usual norm.
+        record_factor: the limit is at least this multiple of the second largest of the last 16 norms, excluded or not.
     """
     past = np.asarray(log_norms_N, dtype=np.float64)
-    record = float(np.sort(past[-_RECENT:])[-2])  # the second, because one may be a transient
+    record = float(np.sort(past[-_RECENT:])[-2])  # the second largest, because the largest may be a transient
     if len(past) >= _MIN_FOR_TRIMMING:
         distance = np.abs(past - np.median(past))
-        # 1.4826 median distances are one standard deviation of a normal distribution.
+        # For a normal distribution, 1.4826 median absolute deviations are one standard deviation.
         kept = past[distance <= _OUTLIER_STDS * max(1.4826 * float(np.median(distance)), _MIN_STD)]
         past = kept if len(kept) >= _MIN_FOR_TRIMMING else past
     mean, std = float(past.mean()), max(float(past.std(ddof=1)), _MIN_STD)
@@ -83,9 +83,9 @@ class Growth:
 
 
 def evenly_apart(steps: Sequence[int]) -> list[int]:
-    """The places of samples that are at least half as far apart as the last two are, with the last one.
+    """The indices of samples at least half as far apart as the last two samples; the last sample is included.
 
-    Ten steps in a row, of which the next sample is a hundred steps away, are one observation at that distance.
+    For example, ten consecutive steps followed by a sample a hundred steps later count as one sample.
     """
     if len(steps) < 2:
         return list(range(len(steps)))
@@ -98,13 +98,12 @@ def evenly_apart(steps: Sequence[int]) -> list[int]:
 
 
 def steady_growth(log_norms_N: Sequence[float], *, factor: float, every: int = 1) -> Growth | None:
-    """The shortest steady rise up to now, by at least `factor` above all before it; None where there is none.
+    """The shortest steady rise up to the last sample, by at least `factor` above all earlier norms; None without one.
 
-    Steady: a straight line through the log norms of some recent stretch rises that far, and so surely that scatter
-    alone would need a t-value of 8 (a shorter stretch: more). Scatter, one spike and a jump to a new level are not. A
-    rise that takes more than 40 steps has to be 5 times as large: so slowly a norm also leaves a plateau of the loss.
-    What was there before the stretch counts: from a plateau back to where it began is no growth. `every`: steps from
-    one sample to the next.
+    A rise is steady if a straight line through the last log norms rises by that factor with a t-value of at least 8
+    (more for few samples). Scatter, a single spike and a jump to a new level are not steady. A rise over more than 40
+    steps must be 5 times as large, because norms also grow slowly when the loss leaves a plateau. The rise must exceed
+    the norms before it: a return to an earlier level is not growth. `every`: number of steps between samples.
     """
     if len(log_norms_N) < _GROWTH_LENGTHS[0] or log_norms_N[-1] - min(log_norms_N) < math.log(factor):
         return None
@@ -118,7 +117,7 @@ def steady_growth(log_norms_N: Sequence[float], *, factor: float, every: int = 1
         rise = slope * (length - 1)
         scatter = math.sqrt(float(np.sum((y - y.mean() - slope * x) ** 2)) / (length - 2) / float(x @ x))
         needed = student_factor(4.0, length - 1)  # degrees of freedom: length - 2
-        steady = slope > max(needed, 8.0) * scatter and float(np.max(np.diff(y))) < rise / 2  # else it is a jump
+        steady = slope > max(needed, 8.0) * scatter and float(np.max(np.diff(y))) < rise / 2  # otherwise a jump
         needed_factor = factor if length * every <= _QUICK else factor * _SLOW_FACTOR
         largest_before = float(past[:-length].max(initial=-math.inf))
         if steady and min(rise, y[-1] - largest_before) >= math.log(needed_factor):

@@ -1,4 +1,4 @@
-"""How a quantity changes from the layer nearest the input to the last one."""
+"""Trends of gradient norms over the depth of the model, from the layer nearest the input to the last layer."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..snapshot import Snapshot
 from ..snapshot._arrays import LEAST_SUM_SQ
 from .layers import module_norms, modules_of
 
-# S samples, L layers in model order, the first nearest the input, N chains of them
+# S samples, L layers in model order (the first is nearest the input), N chains of layers
 
 _MIN_LAYERS = 4
-_ROUNDING = 1e-9  # relative: a sum in another order may round otherwise
+_ROUNDING = 1e-9  # relative tolerance, because sums in different orders round differently
 
 
 def branch_of(name: str) -> str:
-    """A module's name up to its first number: modules of one branch feed each other."""
+    """A module's name up to its first number. Modules of one branch are assumed to follow each other."""
     return re.split(r"\d", name, maxsplit=1)[0]
 
 
 @lru_cache(maxsize=16)
 def chains_of(names_L: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], ...]:
-    """Places of the modules that feed each other: those whose names agree up to their first number, at least four.
+    """The indices of the modules of each branch with at least four modules.
 
-    `actor.0, actor.2, ...` and `critic.0, critic.2, ...` are branches, and so are two models: a trend over both would
-    compare what never meets.
+    `actor.0, actor.2, ...` and `critic.0, critic.2, ...` are two branches, as are two models: a trend over both would
+    compare layers that are not connected.
     """
     chains: dict[str, list[int]] = {}
     for place, name in enumerate(names_L):
@@ -44,10 +44,10 @@ class DepthTrend:
     """The trend of log norms over the depth.
 
     Args:
-        first, last: the names of the layers compared.
-        factor: the last layer's norm over the first one's, along the fitted line: above 1 where the gradient fades on
-            its way back to the input, below 1 where it grows.
-        order: Spearman's rank correlation of norm and depth: 1 where every layer's norm is above the one before it.
+        first, last: the names of the first and the last layer.
+        factor: the last layer's norm divided by the first layer's, on the fitted line: above 1 if the gradient
+            decreases towards the input, below 1 if it grows.
+        order: Spearman's rank correlation of norm and depth: 1 if every layer's norm is above that of the layer before.
     """
 
     first: str
@@ -57,11 +57,11 @@ class DepthTrend:
 
 
 def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
-    """The trends of the modules' gradient norms, by sample, where their factor is above a limit.
+    """The trends of the modules' gradient norms whose factor is above a limit, by sample.
 
-    Parameters are merged into their module first, because a bias and a weight of one layer differ for other reasons.
+    Parameters are merged into modules first, because bias and weight of a layer differ for reasons other than depth.
     """
-    # Of a line through points centred in depth no rise is larger than 1.5 times what the points span.
+    # The rise of a line fitted to points is at most 1.5 times the range of the points.
     limit, column, trends = above ** (4 / 3), Column.GRAD_SUM_SQ, {}
     for sample in snapshot.overview:
         modules = modules_of(snapshot.names)
@@ -69,7 +69,7 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
             squares_L = np.add.reduceat(sample.rows[modules.order, column], modules.starts)
             squares = squares_L.tolist()
             if max(squares) * (1 + _ROUNDING) < limit * min(squares):
-                continue  # as nearly always
+                continue  # the usual case
             log_factors_N = _log_factor_weights(modules.names) @ np.log(squares_L)
             if np.maximum.reduce(log_factors_N, initial=-math.inf) < math.log(above) - _ROUNDING:
                 continue
@@ -81,7 +81,7 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
 
 @lru_cache(maxsize=16)
 def _log_factor_weights(names_L: tuple[str, ...]) -> FloatArray:
-    """What the logarithms of the modules' sums of squares add up with to that of each chain's factor: [N, L]."""
+    """Weights with which the logarithms of the modules' sums of squares add up to each chain's log factor: [N, L]."""
     chains = chains_of(names_L)
     weights_NL = np.zeros((len(chains), len(names_L)))
     for weights_L, chain in zip(weights_NL, chains, strict=True):
@@ -91,7 +91,7 @@ def _log_factor_weights(names_L: tuple[str, ...]) -> FloatArray:
 
 
 def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:
-    """The steepest trend of these layers' norms along a chain; zeros and missing ones are left out."""
+    """The steepest trend of these layers' norms along a chain; zero and missing norms are left out."""
     found = [_trend(tuple(names_L[place] for place in chain), norms_L[chain]) for chain in chains_of(names_L)]
     return max((trend for trend in found if trend), key=lambda trend: abs(math.log(trend.factor)), default=None)
 

@@ -1,4 +1,4 @@
-"""What a gradient would lose in a smaller number format, counted exactly from the fixed histogram bins."""
+"""The precision forecast: the elements that a gradient would lose in a smaller number format, from its histogram."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..snapshot import Snapshot
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Where a format ends.
+    """The range of a number format.
 
     Args:
         min_normal: the smallest magnitude with full precision.
-        flush: a magnitude below it rounds to 0: half the smallest subnormal number.
+        flush: half the smallest subnormal number; magnitudes below it are rounded to 0.
         max_value: the largest finite magnitude.
     """
 
@@ -47,13 +47,13 @@ _EDGES: Final[list[float]] = magnitude_edges().tolist()
 
 @dataclass(frozen=True)
 class PrecisionForecast:
-    """One format's losses, over all names together; NaN where one cannot be known.
+    """The losses in one format, over all names together; NaN where a value is unknown.
 
     Args:
-        underflow_ratio: share of the finite elements that are not 0 below the smallest normal number: it loses digits,
-            or becomes 0.
-        flush_ratio: share of them that becomes 0.
-        headroom: octaves between the largest element and the format's end; negative where it overflows.
+        underflow_ratio: share of the finite non-zero elements below the smallest normal number, which lose digits or
+            become 0.
+        flush_ratio: share of the finite non-zero elements that become 0.
+        headroom: octaves between the largest element and the format's largest number; negative if it overflows.
     """
 
     underflow_ratio: float
@@ -62,29 +62,29 @@ class PrecisionForecast:
 
 
 def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionForecast]:
-    """What each format in FORMATS would do to these gradients.
+    """The losses of these gradients in each format of FORMATS.
 
-    Shares are exact, because every limit of fp16 and of both fp8 formats is an edge of a bin. What bf16 flushes lies
-    within the lowest bin: the share is known, and 0, only if that is empty, else missing. A magnitude that is exactly
-    the flush limit counts as kept, though round-to-even flushes it. A complex element counts by its magnitude.
+    Shares are exact, because every limit of fp16 and of both fp8 formats is a bin edge. The flush limit of bf16 lies
+    inside the lowest bin: the share is 0 if that bin is empty, otherwise missing. A magnitude equal to the flush limit
+    counts as kept, although round-to-even flushes it. A complex element counts by its magnitude.
 
     Args:
-        snapshot: with a histogram; without one all shares are missing. Headroom is of all its samples.
-        scale: a loss scale that would be applied; a power of two.
+        snapshot: a snapshot with a histogram; otherwise all shares are missing. Headroom covers all its samples.
+        scale: the loss scale to assume; a power of two.
 
     Returns:
-        By format name.
+        The forecast by format name.
 
     Raises:
         ValueError: scale is not a positive power of two.
     """
     if not (scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5):
-        raise ValueError(f"scale={scale!r} must be a positive power of two: others move the limits off the bins' edges")
+        raise ValueError(f"scale={scale!r} must be a positive power of two, so that limits are bin edges")
     counts_PM = snapshot.magnitude_histogram
     counts_M = [0] * (len(_EDGES) - 1) if counts_PM is None else np.add.reduce(counts_PM, axis=0).tolist()
     below = list(itertools.accumulate(counts_M, initial=0))
     largest = float(np.fmax.reduce(snapshot.grad_abs_max, axis=None, initial=math.nan)) * scale
-    octaves = math.log2(largest) if 0 < largest < math.inf else math.nan  # otherwise nothing is left to compare
+    octaves = math.log2(largest) if 0 < largest < math.inf else math.nan  # otherwise unknown
     return {
         name: PrecisionForecast(
             underflow_ratio=_share_below(below, ends.min_normal / scale),
@@ -96,9 +96,9 @@ def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionFo
 
 
 def _share_below(below: Sequence[int], limit: float) -> float:
-    """Share of the magnitudes below a limit, of how many are below each edge; NaN where the limit's bin is mixed.
+    """The share of magnitudes below a limit, from the number below each edge; NaN if the limit divides a filled bin.
 
-    Example: with edges 1 and 2, and 4 magnitudes in [1, 2), the share below 1.5 is not known; below 1 it is 0.
+    Example: with edges 1 and 2, and 4 magnitudes in [1, 2), the share below 1.5 is unknown; the share below 1 is 0.
     """
     place = bisect_right(_EDGES, limit) - 1
     is_mixed = _EDGES[place] < limit and below[place + 1] > below[place]

@@ -1,4 +1,4 @@
-"""How alerts are worded: the fact, the worst layers, the probable cause and the remedy, in this order."""
+"""The format of alert texts: the fact, the worst layers, the probable cause and the remedy, in this order."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Item = TypeVar("Item")
 
 MAX_LAYERS: Final = 5
 CAUSE_PREFIX: Final = "Probable cause: "
-FOUND_PREFIX: Final = "found by running the step again. "  # what follows it is the first bad operation, in a few lines
+FOUND_PREFIX: Final = "found by running the step again. "  # a description of the first bad operation follows
 
 
 def number(value: float) -> str:
-    """A value as a person reads it, three significant digits: 0.0123, 113000, 1.91e11, 5.51e-7; 4096 is 4096."""
+    """Format a value with three significant digits: 0.0123, 113000, 1.91e11, 5.51e-7; integers such as 4096 stay."""
     text = f"{value:.3g}"
     if 1e3 <= abs(float(text)) < 1e6:
-        return f"{value if float(value).is_integer() else float(text):.0f}"  # a loss scale is exact
+        return f"{value if float(value).is_integer() else float(text):.0f}"  # loss scales must be exact
     mantissa, _, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else text
 
 
 def listing(items: Collection[Item], describe: Callable[[Item], str] = str) -> str:
-    """At most five of the items, then "and N more". Only these are put into words: a rule may speak at every step."""
+    """List at most five items, then "and N more". Only these are formatted, because a rule may alert at every step."""
     shown = ", ".join(map(describe, islice(items, MAX_LAYERS)))
     return f"{shown}, and {len(items) - MAX_LAYERS} more" if len(items) > MAX_LAYERS else shown
 
 
 def sentence(fact: str, layers: str, cause: str, remedy: str, more: Collection[str] = ()) -> str:
-    """The text of an alert, one line each: the fact, the worst layers if there are any, more, the cause, its remedy."""
+    """The text of an alert, in lines: the fact, the worst layers if any, further lines, the cause with its remedy."""
     lines = [fact]
     if layers:
         lines.append(f"Worst layers: {layers}.")
@@ -46,12 +46,12 @@ def sentence(fact: str, layers: str, cause: str, remedy: str, more: Collection[s
 
 
 def clip_advice(clipped: float) -> str:
-    """What to do about clipping, as the end of "and ..."; 1, as in `Snapshot.clipped`: the training clips already."""
+    """Advice on clipping, to follow "and"; `clipped` is an element of `Snapshot.clipped`: 1 if the training clips."""
     return "clip at a lower norm" if clipped == 1 else "clip with clip_grad_norm_"
 
 
 def worst_first(values_P: FloatArray, chosen: npt.ArrayLike) -> list[int]:
-    """The chosen indices by falling value; a missing value comes last."""
+    """The chosen indices sorted by descending value; missing values come last."""
     chosen_N = np.asarray(chosen, dtype=np.intp)
     values_N = values_P[chosen_N]
     order: list[int] = chosen_N[np.argsort(np.where(np.isfinite(values_N), -values_N, np.inf), kind="stable")].tolist()

@@ -1,4 +1,4 @@
-"""Parameters as layers: a module's norm and its share of dead units, for every sample and therefore without a loop."""
+"""Statistics of modules from those of their parameters: norms, dead units, initial gains, the scale of inputs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._shapes import group_function
 
-# S samples, P watched parameters, L modules in model order, the first nearest the input
+# S samples, P watched parameters, L modules in model order (the first is nearest the input)
 
-# Of the weight's gradient: what is left of a bias's that a normalisation, wherever it stands, takes away.
+# A bias's gradient below this share of the weight's is rounding: a later normalisation cancels the bias.
 _ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
 class ModuleKinds:
-    """Which module each parameter belongs to.
+    """The module of each parameter.
 
     Args:
-        names: [L] in the order in which they first appear.
-        of_parameter: [P] the module's place of each parameter.
+        names: [L] modules in the order in which they first appear.
+        of_parameter: [P] the index of each parameter's module.
         is_bias: [P] True for a bias.
-        has_bias, has_weight: [L] True where one of the module's parameters is a bias, or where one is none.
-        order: [P] parameters sorted by their module; a slice of all where they are already, which copies nothing.
-        starts: [L] where each module begins in that order.
+        has_bias, has_weight: [L] True if the module has a bias; True if it has another parameter.
+        order: [P] indices that sort the parameters by module; a full slice, without a copy, if they are sorted.
+        starts: [L] the first index of each module in that order.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class ModuleKinds:
 
 @lru_cache(maxsize=16)
 def modules_of(names: tuple[str, ...]) -> ModuleKinds:
-    """The modules of these parameters; worked out once per set of names, not once per sample."""
+    """The modules of these parameters, cached by the tuple of names."""
     module_of = group_function("module")
     places: dict[str, int] = {}
     of_P = np.array([places.setdefault(module_of(name), len(places)) for name in names], dtype=np.intp)
@@ -71,7 +71,7 @@ def are_half_precision(rows_PC: FloatArray) -> npt.NDArray[np.bool_]:
 
 
 def module_norms(snapshot: Snapshot) -> FloatArray:
-    """Each module's gradient norm: [S, L], NaN where no gradient arrived."""
+    """Each module's gradient norm: [S, L]; NaN where no gradient arrived."""
     modules = modules_of(snapshot.names)
     sum_sq_SP = snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order]
     missing_SP = np.isnan(snapshot.grad_norm)[:, modules.order]
@@ -81,12 +81,12 @@ def module_norms(snapshot: Snapshot) -> FloatArray:
 
 
 def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
-    """Each module's share of dead units: [S, L], NaN where missing.
+    """Each module's share of dead units: [S, L]; NaN where missing.
 
-    A dead unit's weights and bias are dead alike, so the least dead of a module's parameters bounds its share. Other
-    zeros are innocent: rows of an embedding that no token uses, columns of inputs that are always 0, a bias that a
-    batch norm cancels. A module without a bias could be an embedding, and counts only if all of it is dead; one of
-    nothing but a bias (its weight may be in a parametrization) says nothing: terms of a loss may cancel there.
+    The weights and the bias of a dead unit are all dead, so the smallest share among a module's parameters bounds the
+    share of dead units. Other zeros are healthy: rows of an embedding for unused tokens, columns for inputs that are
+    always 0, a bias that a batch norm cancels. A module without a bias could be an embedding, and counts only if it is
+    completely dead. A module with only a bias (its weight may be parametrized) counts as not dead.
 
     Args:
         dead_SP: each parameter's share of dead elements.
@@ -98,7 +98,7 @@ def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
 
 
 def without_inputs(names: tuple[str, ...], dead_P: FloatArray) -> npt.NDArray[np.bool_]:
-    """Modules whose weights have no gradient while their bias has one: all that reaches them is 0. [L]."""
+    """Modules whose weights have no gradient but whose bias has one, so that all their inputs are 0: [L]."""
     modules = modules_of(names)
     dead_P, is_bias_P = dead_P[modules.order], modules.is_bias[modules.order]
     weights_L = np.fmin.reduceat(np.where(is_bias_P, np.nan, dead_P), modules.starts)
@@ -109,7 +109,7 @@ def without_inputs(names: tuple[str, ...], dead_P: FloatArray) -> npt.NDArray[np
 
 @lru_cache(maxsize=16)
 def weights_beside_biases(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """The places of each weight and of the bias of its layer, where it has one."""
+    """The indices of each weight and of its layer's bias, for layers with a bias."""
     places, found = {name: place for place, name in enumerate(names)}, []
     for name, weight in places.items():
         module, dot, parameter = name.rpartition(".")
@@ -120,10 +120,10 @@ def weights_beside_biases(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]
 
 
 def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:
-    """Each layer's RMS weight times sqrt(fan-in) in a sample, by the weight's name: about 1 keeps a signal's size.
+    """Each layer's RMS weight times sqrt(fan-in) in a sample, by the weight's name: about 1 preserves a signal's size.
 
-    The fan-in is the number of a weight's elements over that of its bias, so layers without a bias are left out, and so
-    are normalisation layers, whose weight and bias are equally many.
+    The fan-in is the size of the weight divided by the size of the bias. Layers without a bias are left out, as are
+    normalisation layers, whose weight and bias have the same size.
     """
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
     return [
@@ -134,10 +134,10 @@ def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:
 
 
 def cancelled_biases(names: tuple[str, ...], missing_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Biases without a gradient in layers that have one: [P].
+    """Biases without a gradient in layers whose other parameters have one: [P].
 
-    These layers are neither frozen nor detached: a loss of the output's derivative, or of differences of outputs, does
-    not depend on the last bias.
+    Such a layer is neither frozen nor detached: a loss of a derivative of the output, or of differences of outputs,
+    does not depend on the last bias.
     """
     modules = modules_of(names)
     has_one_L = np.isin(np.arange(len(modules.names)), modules.of_parameter[~missing_P])
@@ -146,11 +146,11 @@ def cancelled_biases(names: tuple[str, ...], missing_P: npt.NDArray[np.bool_]) -
 
 
 def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
-    """About the root mean square of what the first layer receives, and the layer's name; None where that is not known.
+    """The name of the first layer's weight, and the approximate root mean square of its inputs; None if unknown.
 
-    A weight's gradient is that of the bias times the input, summed over the batch: their norms' ratio over
-    sqrt(fan-in) is the input's size, exact where all inputs are alike, and of its order where they are not. A
-    normalisation after the layer leaves nothing of the bias's gradient but rounding.
+    A weight's gradient is the bias's gradient times the input, summed over the batch. The ratio of their norms divided
+    by sqrt(fan-in) is the size of the inputs: exact for equal inputs, otherwise an estimate of the order of magnitude.
+    With a normalisation after the layer, the bias's gradient is only rounding, and the result is None.
     """
     size_P, norm_P = snapshot.num_elements[sample], snapshot.grad_norm[sample]
     modules = modules_of(snapshot.names)

@@ -1,4 +1,4 @@
-"""What rules remember between samples: numbers by parameter name, and the kinds of samples of a training loop."""
+"""The state that rules keep between samples: numbers by parameter name, and state for each kind of sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kept = TypeVar("Kept", bound="Remembers")
 
 
 class Remembers:
-    """Saves what an object remembers, as plain Python values: of a dataclass all fields but its arguments."""
+    """Saves an object's state as plain Python values; for a dataclass, all fields that are not arguments."""
 
     def state_dict(self) -> dict[str, Any]:
         return {name: _plain(getattr(self, name)) for name in self._remembered()}
@@ -38,7 +38,7 @@ class Remembers:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Convert a value to types that JSON supports."""
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if isinstance(value, set):
@@ -51,7 +51,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(now: Any, value: Any) -> Any:
-    """What `_plain` has made of a value of the same type as that of now; a list within a list was an array."""
+    """Convert the result of `_plain` back to the type of `now`; lists inside of lists become arrays."""
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(value)
         return now
@@ -64,21 +64,21 @@ def _restored(now: Any, value: Any) -> Any:
 
 
 class PerName:
-    """One number per parameter name, as an array that follows the names of the snapshot at hand.
+    """One number per parameter name, stored as an array in the order of the last snapshot's names.
 
     Args:
-        default: the number of a name that was never seen.
+        default: the number of a new name.
     """
 
     def __init__(self, default: float = 0.0) -> None:
         self.default = default
         self.names: tuple[str, ...] = ()
         self._values_P: FloatArray = np.zeros(0)
-        self._elsewhere: dict[str, float] = {}  # names of earlier snapshots that this one lacks
+        self._elsewhere: dict[str, float] = {}  # numbers of names that only earlier snapshots had
 
     def of(self, names: tuple[str, ...]) -> FloatArray:
-        """The numbers of these names, to be changed in place: [P]."""
-        if names is not self.names:  # nearly always the same tuple: 150 names take longer to compare than to use
+        """The numbers of these names, which the caller may change in place: [P]."""
+        if names is not self.names:  # usually the same tuple; comparing 150 names would take longer than using them
             if names != self.names:
                 known = self._elsewhere | dict(zip(self.names, self._values_P.tolist(), strict=True))
                 self._values_P = np.array([known.pop(name, self.default) for name in names], dtype=np.float64)
@@ -87,7 +87,7 @@ class PerName:
         return self._values_P
 
     def replace(self, names: tuple[str, ...], values_P: FloatArray) -> FloatArray:
-        """The numbers of these names, and others in their place, which nobody changes: [P]."""
+        """Return the numbers of these names [P], and store `values_P`, which must not change later, in their place."""
         earlier_P, self._values_P = self.of(names), values_P
         return earlier_P
 
@@ -101,25 +101,25 @@ class PerName:
 
 
 class Streaks:
-    """By name, for how many samples in a row something is so, and how likely that is by chance.
+    """For each name, the number of consecutive samples with a condition, and its probability by chance.
 
-    Laplace's rule of succession: what was so in 2 of 48 samples before is so in the next one with a chance of 3 / 50.
+    Laplace's rule of succession: after 2 of 48 samples with the condition, the next has it with probability 3 / 50.
     """
 
     def __init__(self) -> None:
         self._seen, self._before, self._row = PerName(), PerName(), PerName()
         self._names: tuple[str, ...] = ()
-        self._is_so = False  # for any of these names, in the last sample
-        self._num_quiet = 0  # samples of all these names, so for none of them, that are still to be added to _seen
+        self._is_so = False  # whether any name had the condition in the last sample
+        self._num_quiet = 0  # samples of all names without the condition that are not yet added to _seen
 
     def see(
         self, names: tuple[str, ...], is_so_P: npt.NDArray[np.bool_], present_P: npt.NDArray[np.bool_] | None = None
     ) -> tuple[FloatArray, FloatArray, FloatArray] | None:
-        """Note one more sample of what is present in it.
+        """Add a sample: `is_so_P` is the condition, for the names that are present in the sample.
 
         Returns:
-            [P] each: samples in a row up to now, samples before these, and the chance of these by those; None where it
-            is so for none.
+            [P] each: the length of the streak, the number of samples before it, and the probability of the streak
+            given those samples. None if no name has the condition.
         """
         is_all = present_P is None or np.count_nonzero(present_P) == len(names)  # faster than all() and any()
         if is_all and not np.count_nonzero(is_so_P):
@@ -138,12 +138,12 @@ class Streaks:
     def last(
         self, names: tuple[str, ...], is_so_P: npt.NDArray[np.bool_], num: int, present_P: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.bool_]:
-        """Note one more sample of what is present in it; for which it has been so in so many samples in a row: [P]."""
+        """Add a sample, and return which names have had the condition in at least `num` consecutive samples: [P]."""
         seen = self.see(names, is_so_P, present_P)
         return is_so_P if seen is None else is_so_P & (seen[0] >= num)
 
     def end(self, names: tuple[str, ...], num_samples: int) -> None:
-        """Note samples in which it was so for none of the names, the same as `see` would."""
+        """Add samples in which no name had the condition, with the same effect as `see`."""
         if self._is_so or names is not self._names:
             _, so_P, row_P = self._settled(names)
             so_P += row_P
@@ -152,7 +152,7 @@ class Streaks:
         self._num_quiet += num_samples
 
     def _settled(self, names: tuple[str, ...]) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """What was seen, what was so before the row, and the row: [P] each."""
+        """The number of samples, those with the condition before the streak, and the streak's length: [P] each."""
         if self._num_quiet:
             self._seen.of(self._names)[:] += self._num_quiet
             self._num_quiet = 0
@@ -170,25 +170,25 @@ class Streaks:
 
 
 class PerKind(Generic[Kept]):
-    """What is remembered of each kind of sample, told apart by which parameters it holds.
+    """Separate state for each kind of sample; kinds differ by the parameters that have a gradient.
 
-    A GAN's two backward-step pairs, or training before and after most of a model is unfrozen, have norms of different
-    parameters: comparing them would call every second sample a spike, or hide the spikes of the smaller one. Samples
-    are of one kind when they share at least half of their parameters, so an expert that a batch does not use, or one
-    more unfrozen layer, changes nothing.
+    The two updates of a GAN, or of a model before and after most of it is unfrozen, have norms of different parameters.
+    Comparing these norms would make every second sample a spike, or hide the spikes of the smaller norm. Samples are of
+    one kind if they share at least half of their parameters, so an expert without tokens or one more unfrozen layer
+    does not make a new kind.
 
     Args:
-        make: what is remembered at first.
+        make: creates the initial state of a kind.
     """
 
     def __init__(self, make: Callable[[], Kept]) -> None:
         self._make = make
-        self._kept: list[tuple[frozenset[str], Kept]] = []  # by kind: the names of its first sample
+        self._kept: list[tuple[frozenset[str], Kept]] = []  # for each kind, the names of its first sample
         self._names: tuple[str, ...] = ()
         self._of_mask: dict[bytes, Kept] = {}
 
     def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_] | None) -> Kept:
-        """What is remembered of samples that hold these of the names; None: all of them."""
+        """The state for samples in which these names are present; None: all names."""
         mask = b"" if present_P is None else present_P.tobytes()
         if (names is not self._names and names != self._names) or len(self._of_mask) > 4096:
             self._names, self._of_mask = names, {}

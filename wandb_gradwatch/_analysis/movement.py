@@ -1,4 +1,4 @@
-"""How far each update has moved the parameters, as far as their norms show it."""
+"""The change of the parameters by each update, estimated from their norms."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from .memory import PerName, Remembers
 
 
 class Update(NamedTuple):
-    """The parameters' sums of squares before and after: of each one, NaN where unknown, and of all together."""
+    """Sums of squares of the parameters before and after an update: of each one (NaN if unknown) and of all."""
 
     before: FloatArray  # [P]
     after: FloatArray
-    total_before: float  # NaN where that of one parameter is missing, or was, or these are others
+    total_before: float  # NaN if one parameter's is missing, or if the last sample had other parameters
     total_after: float
     num_steps: int
 
 
 def small_squares(num_elements_P: FloatArray) -> FloatArray:
-    """The sums of squares up to which weights may grow however fast: [P].
+    """Sums of squares up to which weights may grow at any rate: [P].
 
-    Half of the size that keeps a signal's, of a square weight: a root mean square of elements^(-1/4) / 2. Tables and
-    heads that begin at a hundredth of that grow by the learning rate per step under Adam, which is many times at first.
+    The limit is half of the size with which a square weight preserves a signal's size: a root mean square of
+    elements^(-1/4) / 2. Embeddings and heads that start at a hundredth of it grow many times in Adam's first steps.
     """
     return 0.25 * np.sqrt(num_elements_P)
 
 
 class Movement(Remembers):
-    """The parameters as the last sample has found them, before its update; the next one shows what the update did."""
+    """The parameters' norms in the last sample, before its update. The next sample shows the effect of the update."""
 
     def __init__(self) -> None:
         self._step = 0
         self._total = math.nan
-        self._num_broken = 0.0  # elements that were not finite then
+        self._num_broken = 0.0  # number of non-finite elements in the last sample
         self._sum_sq = PerName(math.nan)
 
     def see(self, names: tuple[str, ...], sample: Overview) -> Update:
-        """The update between the last sample and this one, which becomes the last."""
+        """Return the update between the last sample and this one, and store this one as the last."""
         before = self._total if self._sum_sq.names is names else math.nan
         after_P = sample.rows[:, Column.PARAM_SUM_SQ]
         update = Update(
@@ -54,16 +54,15 @@ class Movement(Remembers):
         return update
 
     def is_beyond(self, limit: float, snapshot: Snapshot, sample: Overview) -> bool:
-        """Whether the parameters' norm changed by more than a share per step since the sample before.
+        """Whether the parameters' norm changed by more than the share `limit` per step since the last sample.
 
-        Of those that both samples hold. False where nothing can be compared, True where an element is not finite any
-        more that was.
+        Only parameters in both samples are compared. False if there are none; True if elements became non-finite.
         """
         before_P, after_P, before, after, num_steps = self.see(snapshot.names, sample)
         already, num_broken = self._num_broken, sample.sums[Column.PARAM_NUM_NONFINITE]
         if num_broken <= already and num_steps > 0 and abs(after - before) < limit * before:
             self._num_broken = num_broken
-            return False  # as nearly always: the norm, a root, changes by less than the sum, and each step by less
+            return False  # the usual case; the norm changes by less per step than the sum does in total
         if math.isnan(num_broken):
             num_broken = float(np.nansum(sample.rows[:, Column.PARAM_NUM_NONFINITE]))
         self._num_broken = num_broken

@@ -1,1 +1,1 @@
-"""What capture and guard both stand on: torch's engine, ranks and shards, the error boundary. No training's state."""
+"""Stateless foundations of capture and guard: torch's autograd engine, ranks and shards, the error boundary."""

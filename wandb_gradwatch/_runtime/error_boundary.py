@@ -1,6 +1,6 @@
-"""Our failure is not the user's failure: the one place where exceptions of the monitor are caught.
+"""The error boundary: the only place where exceptions of the monitor are caught, so that training continues.
 
-And where the compiler is kept out of hooks and callbacks: in a training step that is compiled, Dynamo would trace them.
+This module also excludes hooks and callbacks from compilation, since Dynamo would trace them in a compiled step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from .._interruptions import raise_interruption
 from .autograd import TrainingThread
 
-# What torch.no_grad() calls in the end, by way of four Python frames.
+# torch.no_grad() calls this function through four Python frames.
 _set_grad_enabled: Final[Callable[[bool], None]] = torch._C._set_grad_enabled
 
 _SKIPS_ALL_BELOW: Final = hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")  # torch >= 2.7
@@ -31,13 +31,13 @@ Answer = TypeVar("Answer")
 
 
 class CallbackError(Exception):
-    """Its cause was raised by a callback of the user's, on purpose, and is to be raised in the training loop."""
+    """Wraps an exception of a user's callback, its `__cause__`, which must reach the training loop."""
 
 
 class ErrorBoundary:
-    """Runs the monitor's code: one call at a time, without autograd, timed.
+    """Runs the monitor's code: one call at a time, without autograd, and timed.
 
-    `failed` is told of an exception, after which nothing runs any more.
+    After an exception, `failed` is called with it, and no further code is run.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
@@ -46,12 +46,12 @@ class ErrorBoundary:
         self.seconds_spent = 0.0  # on the host
         self._failed = failed
         self.thread = TrainingThread()
-        self.lock = threading.RLock()  # held while any of it runs, and while the user asks for something
-        self._depth = 0  # a call inside a call is not timed twice
+        self.lock = threading.RLock()  # held while the monitor's code runs, and during the user's calls of its methods
+        self._depth = 0  # depth of nested calls, of which only the outermost is timed
 
     @property
     def in_forked_child(self) -> bool:
-        """Whether this is a copy of the process that watches: it has the hooks, but the run is not its own."""
+        """Whether this process is a forked child: it has inherited the hooks, but does not own the run."""
         return os.getpid() != self._process
 
     def run(self, function: Callable[Arguments, object], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
@@ -59,8 +59,8 @@ class ErrorBoundary:
         if self.stopped or os.getpid() != self._process or graph_is_captured():
             return
         began = time.perf_counter()
-        # Thousands of short-lived tuples a sample set off the collector, which then walks the whole program: half of
-        # our cost with a thousand tensors.
+        # A sample makes thousands of short-lived tuples, which trigger garbage collections of the whole program: half
+        # of our cost with a thousand tensors.
         pauses_collector = not self._depth and gc.isenabled()
         with_autograd = torch.is_grad_enabled()
         inside_another = False
@@ -93,9 +93,9 @@ class ErrorBoundary:
                 gc.enable()
 
     def fail(self, error: Exception) -> None:
-        """Stop and report: for what only counts, of which `run` would take longer than the counting.
+        """Stop and report an error. Code that only counts steps calls this directly, because `run` would cost more.
 
-        What a signal handler of the user's has raised meanwhile is raised instead.
+        An exception of the user's signal handler is raised again instead.
         """
         raise_interruption(error)
         self.stopped = True
@@ -103,22 +103,22 @@ class ErrorBoundary:
 
 
 def graph_is_captured() -> bool:
-    """Whether a CUDA graph is being captured: what ran now would be replayed later, without the Python around it."""
+    """Whether a CUDA graph is being captured: kernels launched now would be part of every replay."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized) and torch.cuda.is_current_stream_capturing()
 
 
 def graph_is_made() -> bool:
-    """Whether a CUDA graph is being captured, or a compiler traces with tensors that hold nothing."""
+    """Whether a CUDA graph is being captured, or a compiler traces with fake tensors."""
     return graph_is_captured() or _get_current_dispatch_mode() is not None
 
 
 def dynamo_disabled(function: Function) -> Function:
-    """Mark a function so that Dynamo neither traces it nor compiles the frames of what it calls.
+    """Mark a function so that Dynamo neither traces it nor compiles the functions that it calls.
 
-    What `torch.compiler.disable` does, without importing the compiler (seconds) and without a frame of its own
-    (0.5 us a hook): the attribute is for calls that Dynamo sees, the strategy for frames that Python runs while a
-    compiled function is active.
+    This does what `torch.compiler.disable` does, without the import of the compiler (seconds) and without an additional
+    frame (0.5 us per hook). The attribute applies to calls that Dynamo traces; the strategy applies to frames that
+    Python runs while a compiled function is active.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     eval_frame: Any = torch._C._dynamo.eval_frame
@@ -127,7 +127,7 @@ def dynamo_disabled(function: Function) -> Function:
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
         return function
 
-    # torch < 2.7 can skip one frame, not those below it. There the compiler is switched off around the call.
+    # torch < 2.7 can skip a single frame, but not the frames below it: switch the compiler off around the call.
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
         before = eval_frame.set_eval_frame(None)
@@ -142,7 +142,7 @@ def dynamo_disabled(function: Function) -> Function:
 
 
 def contained(method: Callable[Concatenate[Any, Arguments], None]) -> Callable[Concatenate[Any, Arguments], None]:
-    """Run a method in its object's `boundary`. Dynamo does not trace into it."""
+    """Run a method in its object's `boundary`. Dynamo does not trace the method."""
 
     @dynamo_disabled
     @functools.wraps(method)
@@ -153,9 +153,9 @@ def contained(method: Callable[Concatenate[Any, Arguments], None]) -> Callable[C
 
 
 def alone(method: Callable[Concatenate[Any, Arguments], Answer]) -> Callable[Concatenate[Any, Arguments], Answer]:
-    """Let the user call a method from any thread: it and the monitor's code in the training's take turns.
+    """Make a method callable from any thread, by excluding the monitor's code in the training thread meanwhile.
 
-    The object's `_own_turn()` is the lock. What a callback of the user's raises meanwhile reaches the user as it is.
+    The object's `_own_turn()` is the lock. An exception of a user's callback is raised unchanged.
     """
 
     @functools.wraps(method)

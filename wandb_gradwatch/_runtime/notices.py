@@ -1,4 +1,4 @@
-"""What the capture and the guard have to say: they put it here, and the watcher's loop carries it to the dispatcher."""
+"""Messages of the capture and the guard: they queue messages here, and the watcher passes them to the dispatcher."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Literal
 
 
 class CannotWatchError(ValueError):
-    """What the user gave, or does, leaves nothing to watch, and this says why: no failure of the monitor."""
+    """The user's arguments or training loop make watching impossible. The monitor itself has not failed."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something to be said once for each kind."""
+    """A log message or an alert that is reported once for each kind."""
 
-    kind: str  # of an alert, its title
-    text: str  # what is said
-    step: int | None = None  # the step of an alert; None: it is none, but a line in the log
-    level: Literal["WARN", "ERROR"] = "WARN"  # of an alert
+    kind: str  # for an alert, its title
+    text: str
+    step: int | None = None  # the step of an alert; None: a log message
+    level: Literal["WARN", "ERROR"] = "WARN"  # the level of an alert
 
 
 class Notices(deque[Notice]):
-    """What is to be said, oldest first."""
+    """The queue of messages, oldest first."""
 
     def say(self, kind: str, text: str) -> None:
-        """Have this line in the log."""
+        """Queue a log message."""
         self.append(Notice(kind, text))
 
     def alert(self, title: str, text: str, step: int, level: Literal["WARN", "ERROR"] = "WARN") -> None:
-        """Have this alert sent: the capture is certain of what it says about this step."""
+        """Queue an alert about a fault that the capture or the guard has itself detected at this step."""
         self.append(Notice(title, text, step, level))

@@ -1,4 +1,4 @@
-"""Tensors that are pieces of larger ones: the local piece, and whether this rank is one that counts it."""
+"""Sharded tensors: the local part of a tensor, and whether this rank counts it in the whole."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """The local part of a parameter's gradient, laid out like the parameter.
+    """The local part of a parameter's gradient, with the placements of the parameter.
 
-    A gradient that is still a partial sum over ranks is reduced first: the optimizer would do the same. That is a
-    collective, which every rank reaches in the same order, as all of them own the parameter.
+    A gradient that is still a partial sum over ranks is reduced first, as the optimizer would do. The reduction is a
+    collective, which all ranks reach in the same order, because all of them own the parameter.
     """
     gradient = parameter.grad
     assert gradient is not None
@@ -39,27 +39,27 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def world_size() -> int:
-    """Ranks in the default process group; 1 without one."""
+    """Number of ranks in the default process group; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank in the default process group; 0 without one."""
+    """This process's rank in the default process group; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def rank_store(name: str) -> Store:
-    """Keys of our own in the store that the program's process groups met at.
+    """A separate set of keys in the store of the program's default process group.
 
-    torch has no public name for that store. Its public `new_group` would not do instead: each rank has to call it, in
-    the same order as for the user's groups, so that a rank that does not watch would stop the others, and their next
-    group, which torch names by a count of groups on each rank, would never meet.
+    torch has no public function for this store. The public `new_group` is unsuitable, because all ranks must call it in
+    the same order as the user's groups: a rank that does not watch would block the others, and the next group, which
+    torch names by the number of groups on each rank, would never form.
     """
     return PrefixStore(f"gradwatch-{name}", _get_default_store())
 
 
-# The ranks that hold shards of a parameter, and whether this rank's counts if the parameter's first rank is among them:
-# otherwise they are replicas.
+# The ranks that hold shards of a parameter, and whether this rank's shard is counted if these ranks include the
+# parameter's first rank. Shards of other ranks are replicas.
 _Share = tuple[frozenset[int], bool]
 
 
@@ -70,7 +70,7 @@ DEEPSPEED_REFUSED: Final = (
 
 
 def has_deepspeed(models: Iterable[nn.Module]) -> bool:
-    """Whether a DeepSpeed engine is among these models, or trains one: it hooks the forward of what it trains."""
+    """Whether one of these models is a DeepSpeed engine or is trained by one, which shows by its forward hooks."""
     if "deepspeed" not in sys.modules:
         return False
     return any(
@@ -82,19 +82,19 @@ def has_deepspeed(models: Iterable[nn.Module]) -> bool:
 
 
 class Shards:
-    """Which parameters are sharded over ranks, and which rows this rank counts in the whole.
+    """The parameters that are sharded over ranks, and the rows that this rank counts in the whole.
 
-    A shard counts where it is; what several ranks hold alike is counted by the first of them.
+    Every rank counts its shards. If several ranks hold replicas, the first of these ranks counts them.
     """
 
     def __init__(self) -> None:
-        self.any = False  # the same on every rank
+        self.any = False  # whether any parameter is sharded; the same on every rank
         self.uses_fsdp1 = False
-        self._shares: dict[int, _Share] = {}  # by slot, of what is sharded
-        self._first: dict[int, int] = {}  # by slot, the first rank that has this parameter, where that is not rank 0
+        self._shares: dict[int, _Share] = {}  # the sharded parameters, by slot
+        self._first: dict[int, int] = {}  # by slot, the first rank that has the parameter; rank 0 if there is no entry
 
     def update(self, entries: Iterable[tuple[int, Tensor]], models: Sequence[nn.Module]) -> None:
-        """Look at the parameters again: some were replaced or are new."""
+        """Update the sharding of these parameters, which are new or were replaced."""
         if world_size() == 1:
             return
         flat = _fsdp1_parameters(models)
@@ -108,17 +108,17 @@ class Shards:
         self.any |= bool(self._shares)
 
     def split(self, ranks_P: Sequence[frozenset[int]]) -> bool:
-        """Ranks have different parameters, each of this rank's those that are given.
+        """Record that ranks have different parameters: for each of this rank's parameters, the ranks that have it.
 
         Returns:
-            Whether their rows can be merged: not where a rank that holds a shard of one does not watch it.
+            Whether the rows can be merged. They cannot if a rank holds a shard of a parameter but does not watch it.
         """
         self._first = {slot: min(ranks) for slot, ranks in enumerate(ranks_P)}
         self.any = True
         return all(self._shares[slot][0] <= ranks for slot, ranks in enumerate(ranks_P) if slot in self._shares)
 
     def counted(self, num_names: int) -> npt.NDArray[np.bool_]:
-        """Whether this rank's row of each name counts: [P]."""
+        """Whether this rank counts the row of each name: [P]."""
         counted_P = np.empty(num_names, dtype=bool)
         for slot in range(num_names):
             first, share = self._first.get(slot, 0), self._shares.get(slot)
@@ -127,7 +127,7 @@ class Shards:
 
 
 def _share_of(parameter: Tensor) -> _Share:
-    """This rank's part of a DTensor: of each set of replicas the first counts."""
+    """The ranks of a DTensor, and whether this rank counts its part: the first of each set of replicas does."""
     dtensor = cast("Any", parameter)
     mesh = dtensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -146,23 +146,23 @@ def _fsdp1_units(models: Sequence[nn.Module]) -> Iterator[Any]:
 
 
 def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:
-    """The parameters that FSDP1 shards, by id, and whether this rank's shard counts."""
+    """The parameters that FSDP1 shards, by id, and whether this rank counts its shard."""
     found: dict[int, bool] = {}
     for unit in _fsdp1_units(models):
         counts, strategy = True, unit.sharding_strategy.name
         if strategy == "NO_SHARD":
             counts = rank() == 0
-        elif strategy.startswith(("HYBRID", "_HYBRID")):  # the same shards in every node: the first node's count
+        elif strategy.startswith(("HYBRID", "_HYBRID")):  # all nodes hold the same shards: the first node counts
             counts = dist.get_rank(unit._inter_node_pg) == 0
         found = {id(parameter): counts for parameter in unit.parameters()} | found
     return found
 
 
 def has_fsdp1(models: Sequence[nn.Module]) -> bool:
-    """Whether FSDP1 shards any of these."""
+    """Whether FSDP1 shards any of these models."""
     return any(True for _ in _fsdp1_units(models))
 
 
 def fsdp1_flat_parameters(models: Sequence[nn.Module]) -> list[Tensor]:
-    """The leaves that FSDP1's backward really accumulates into; the named parameters are views of them."""
+    """The flat parameters into which FSDP1's backward accumulates; the named parameters are views of them."""
     return [unit._handle.flat_param for unit in _fsdp1_units(models) if unit._handle is not None]

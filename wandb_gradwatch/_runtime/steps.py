@@ -1,7 +1,7 @@
-"""The optimizer step as the clock: one pair of global hooks, nesting, closures, steps that raise.
+"""Optimizer steps as events: one pair of global hooks that handles nested steps, closures and steps that raise.
 
-The hooks exist only while something is watched. Every step event of every optimizer passes here; a listener is told of
-those that it follows, once per outermost step.
+The hooks are registered only while a model is watched. They receive the steps of all optimizers; a listener is called
+for the optimizers that it follows, once per outermost step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Listener = TypeVar("Listener")
 
 
 class Listeners(ABC, Generic[Listener]):
-    """Who is told of what torch does: what tells of it is put into torch for the first, and taken out after the last.
+    """Subscribers to events of torch. The hooks exist from the first subscription to the last removal.
 
-    Any thread may come, go, or be told: a tuple is gone through as it was.
+    Any thread may subscribe, unsubscribe or cause an event: events iterate over an immutable tuple of listeners.
     """
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
-        # Re-entrant: the collector may find a watched model in here, and with it a listener that goes.
+        # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
         self._lock = threading.RLock()
 
     def subscribe(self, listener: Listener) -> None:
@@ -48,7 +48,7 @@ class Listeners(ABC, Generic[Listener]):
             self._install()
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Tell it no more. Idempotent."""
+        """Remove a listener. Idempotent."""
         with self._lock:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
             if not self._listeners:
@@ -56,15 +56,15 @@ class Listeners(ABC, Generic[Listener]):
 
     @abstractmethod
     def _install(self) -> None:
-        """Put into torch what tells of it, unless it is there."""
+        """Install the hooks in torch unless they are installed."""
 
     @abstractmethod
     def _uninstall(self) -> None:
-        """Take it out again, if it is there."""
+        """Remove the hooks from torch if they are installed."""
 
 
 class WrappedFunctions(Listeners[Listener]):
-    """Functions of torch that are wrapped, where they are looked up, while anybody listens."""
+    """Subscribers to calls of torch functions, which are replaced by wrappers while there is a listener."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,11 +72,11 @@ class WrappedFunctions(Listeners[Listener]):
 
     @abstractmethod
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-        """Modules or classes, names in them, and what is called instead, with the original as its first argument."""
+        """Modules or classes, attribute names, and wrappers, which receive the original as their first argument."""
 
     def _install(self) -> None:
         for owner, name, wrapper in () if self._originals else self._wrappers():
-            if (original := owner.__dict__.get(name)) is not None:  # a method that is inherited is wrapped at its class
+            if (original := owner.__dict__.get(name)) is not None:  # an inherited method is wrapped at its own class
                 self._originals.append((owner, name, original))
                 setattr(owner, name, _wrapped(original, wrapper))
 
@@ -95,53 +95,53 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
 
 
 class StepCounter(Protocol):
-    """Counts steps in the place of a listener, with as few calls as that takes."""
+    """Counts steps in place of a listener, with as few calls as possible."""
 
     def begins(self, optimizer: Optimizer) -> bool:
-        """Whether this step, about to begin, is only counted, or a part of one that is."""
+        """Called before a step: whether the step is only counted, or is a part of a step that is only counted."""
 
     def ends(self, optimizer: Optimizer) -> bool:
-        """An optimizer has stepped, counted or not: whether the counting is over."""
+        """Called after a step, counted or not: whether counting ends."""
 
 
 class StepListener:
-    """What a watcher wants to know of optimizer steps."""
+    """A subscriber to optimizer steps, with methods that do nothing."""
 
-    counter: StepCounter | None = None  # the listener is told of no step that this one counts
+    counter: StepCounter | None = None  # the listener is not called for steps that the counter counts
 
     def follows(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer, about to step, updates something watched. Called at every step: must be cheap."""
+        """Whether this optimizer updates watched parameters. Called before every step, so it must be cheap."""
         return False
 
     def end_counting(self, *, before_step_of: Optimizer | None = None) -> None:
-        """The counter says so, or an optimizer is about to step that it does not count."""
+        """Stop counting: `counter.ends` returned True, or an optimizer is about to step that is not counted."""
 
     def counting_failed(self, error: Exception) -> None:
-        """The counter has raised this."""
+        """Handle an exception of the counter."""
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
-        """Whether all that `inner` updates belongs to `outer`: then its steps inside `outer`'s are not its own."""
+        """Whether `outer` owns all parameters of `inner`, so that steps of `inner` inside its steps are ignored."""
         return False
 
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        """The gradients are what the optimizer is going to use."""
+        """Called when the gradients are those that the optimizer will use."""
 
     def before_closure(self, optimizer: Optimizer) -> None:
-        """A step with a closure begins: what the gradients hold now means nothing."""
+        """Called before a step with a closure, whose present gradients are meaningless."""
 
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        """The step is done; or it has raised, which may be noticed only when the next backward is under way."""
+        """Called after a step. If the step raised, the call may come as late as in the next backward."""
 
     def mute(self, muted: bool) -> None:
-        """Backwards between a closure's first return and the end of its step are not seen."""
+        """Ignore backwards (True) between the first return of a closure and the end of its step, or stop to (False)."""
 
 
 @dataclass(eq=False)
 class _Step:
-    """A step under way, and where in the call stack it runs.
+    """A running step and its frame in the call stack.
 
-    The frame itself is kept, not its id, which another frame takes over as soon as it is gone. A step that raised
-    keeps it until the thread's next step or backward.
+    The frame itself is kept, because its id may be reused as soon as the frame is freed. A step that raised keeps its
+    frame until the thread's next step or backward.
     """
 
     optimizer: Optimizer
@@ -162,13 +162,13 @@ class _Stack(threading.local):
 
 
 class StepHooks(Listeners[StepListener]):
-    """The process's one subscription to optimizer steps: listeners are told of the steps that they follow."""
+    """The only hooks of this process on optimizer steps. They call the listeners that follow the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
         self._handles: list[RemovableHandle] = []
         self._stack = _Stack()
-        self._under_way: set[weakref.ref[_Step]] = set()  # of all threads
+        self._under_way: set[weakref.ref[_Step]] = set()  # the running steps of all threads
 
     def _install(self) -> None:
         if not self._handles:
@@ -178,9 +178,8 @@ class StepHooks(Listeners[StepListener]):
             ]
 
     def _uninstall(self) -> None:
-        # Steps that have begun are to be ended. And while any thread steps, watched or not, torch goes through its
-        # hooks, and raises where they change and one is still to come. Then ours stay, doing nothing, until the last
-        # listener leaves another time.
+        # Running steps must be ended. Also, torch iterates over its global hooks while any thread steps, and raises if
+        # the hooks change meanwhile. If other hooks exist, ours therefore stay, doing nothing, until a later call.
         are_alone = len(_global_optimizer_pre_hooks) == len(_global_optimizer_post_hooks) == 1
         if are_alone and not self._under_way:
             for handle in self._handles:
@@ -214,8 +213,8 @@ class StepHooks(Listeners[StepListener]):
         self._under_way.add(weakref.ref(step, self._under_way.discard))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if not callable(closure):
-            # Torch runs the global hooks first. What an optimizer's own ones, or later global ones, do to the gradients
-            # (clip, reduce) comes before the step too: one that is registered now runs after them all.
+            # torch runs the global hooks first. The optimizer's own hooks and later global hooks may also change the
+            # gradients before the step (clip, reduce): a hook that is registered now runs after all of them.
             if listeners and self._others_follow(optimizer):
                 step.last_hook = optimizer.register_step_pre_hook(lambda *_: step.begin())
             else:
@@ -238,7 +237,7 @@ class StepHooks(Listeners[StepListener]):
             return
         steps = self._stack.steps
         if not any(step.optimizer is optimizer for step in steps):
-            return  # not followed, or watched only since it began
+            return  # no listener follows it, or watching began during the step
         while steps:
             step = steps.pop()
             self._end(step)
@@ -247,13 +246,13 @@ class StepHooks(Listeners[StepListener]):
 
     def _others_follow(self, optimizer: Optimizer) -> bool:
         """Whether hooks of others run between this one and the step."""
-        newest = list(_global_optimizer_pre_hooks.values())[-1:]  # at once: another thread may change them
+        newest = list(_global_optimizer_pre_hooks.values())[-1:]  # a copy, because another thread may change them
         return bool(optimizer._optimizer_step_pre_hooks) or newest != [self._before]
 
     def drop_raised(self, frame: FrameType | None = None) -> None:
-        """End the steps that raised, which must not mute the backwards to come: their frames are no callers any more.
+        """End steps that raised, so that they do not mute later backwards: their frames have left the call stack.
 
-        `frame`: of the step that begins; None: none does.
+        `frame`: the frame of the step that begins; None: no step begins.
         """
         steps = self._stack.steps
         if not steps:
@@ -276,9 +275,9 @@ class StepHooks(Listeners[StepListener]):
 
 
 def _measured_at_first_return(closure: Callable[[], Any], step: _Step) -> Callable[[], Any]:
-    """The closure, with the gradients of its first evaluation measured as the step's.
+    """Wrap a closure so that the gradients of its first evaluation are measured as those of the step.
 
-    Line searches evaluate up to 20 times more, and Lightning runs the whole training step in here.
+    Line searches evaluate the closure up to 20 more times, and Lightning runs the whole training step in the closure.
     """
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:

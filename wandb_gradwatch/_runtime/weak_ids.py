@@ -1,4 +1,4 @@
-"""A weak dictionary by identity: an optimizer may define equality, and then it has no hash."""
+"""A weak-key dictionary by identity, because an optimizer that defines __eq__ has no hash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 class WeakKeyDictionary(Generic[Key, Value]):
-    """Values for objects, forgotten with them."""
+    """Maps objects to values. An entry is removed when its object is freed."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Key], Value]] = {}
@@ -21,7 +21,7 @@ class WeakKeyDictionary(Generic[Key, Value]):
         self._entries[number] = (weakref.ref(key, lambda _: entries.pop(number, None)), value)
 
     def __iter__(self) -> Iterator[Key]:
-        """The objects that are there still."""
+        """Iterate over the objects that are still alive."""
         return iter([key for reference, _ in list(self._entries.values()) if (key := reference()) is not None])
 
     def get(self, key: Key | None) -> Value | None:

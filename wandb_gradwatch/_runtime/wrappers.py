@@ -1,4 +1,4 @@
-"""Modules around a model that come and go while it is trained, and hooks that a model can be copied with."""
+"""Wrappers around models (torch.compile, DDP, FSDP), and hooks that do not prevent copying or pickling a model."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-# Child names that wrappers put between a module and itself. "module" is an ordinary name too, so it is only stripped
-# below the classes that are known to add it.
+# Names of the child in which wrappers store the wrapped module. "module" is also an ordinary name, so it is stripped
+# only below the classes that are known to use it.
 _FSDP1_CHILD: Final = "_fsdp_wrapped_module"
 _TRANSPARENT_CHILDREN: Final = frozenset({"_orig_mod", _FSDP1_CHILD, "_checkpoint_wrapped_module", "_forward_module"})
 _TRANSPARENT_PARENTS: Final = frozenset({"DistributedDataParallel", "DataParallel"})
 
 
 def is_transparent(parent: nn.Module, key: str) -> bool:
-    """Whether this child is the module that its parent only wraps: it has the parent's name."""
+    """Whether the parent is a wrapper and this child the wrapped module, which gets the parent's name."""
     return key in _TRANSPARENT_CHILDREN or (key == "module" and type(parent).__name__ in _TRANSPARENT_PARENTS)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What is inside of wrappers around a whole model, which come and go while it is trained.
+    """Remove the wrappers around a whole model, which may be added or removed during training.
 
-    FSDP1's is kept: it is how its flat parameters are found.
+    FSDP1's wrapper is kept, because the flat parameters are found through it.
     """
     for key, child in model._modules.items():
         if child is not None and key != _FSDP1_CHILD and is_transparent(model, key):
@@ -32,18 +32,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def named_modules(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, with what its parameters' names begin with; a wrapper comes before what it wraps, named alike.
+    """Every module once, with the prefix of its parameters' names. A wrapper and its wrapped module share a prefix.
 
     Args:
-        prefix: of the module itself; "" or ending in a dot.
-        seen: ids of modules that another walk has met, to which those of this one are added.
+        prefix: the prefix of the module itself; "" or a text that ends with a dot.
+        seen: ids of modules to leave out; the ids of the yielded modules are added.
     """
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
     yield prefix, module
-    for key, child in list(module._modules.items()):  # another thread may change them meanwhile
+    for key, child in list(module._modules.items()):  # a copy, because another thread may change them
         if child is not None:
             yield from named_modules(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen)
 
@@ -51,7 +51,7 @@ def named_modules(module: nn.Module, prefix: str = "", seen: set[int] | None = N
 def named_tensors(
     modules: Iterable[tuple[str, nn.Module]], kind: Literal["_parameters", "_buffers"] = "_parameters"
 ) -> dict[str, Tensor]:
-    """Every parameter, or buffer, once, by its name in these modules."""
+    """Every parameter, or buffer, once, by its full name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in modules:
         for key, tensor in getattr(module, kind).items():
@@ -61,10 +61,10 @@ def named_tensors(
 
 
 class TransientHook:
-    """A module's hook that, copied, pickled or saved with the module, becomes a function that does nothing.
+    """A module hook that becomes a function without effect if it is copied, pickled or saved with its module.
 
-    A closure would make all of that fail. And what it becomes is the standard library's: a saved model can be loaded
-    where this package is not installed.
+    A closure would make these operations fail. The replacement is a function of the standard library, so that a saved
+    model can be loaded where this package is not installed.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What a window holds on one device: the open sample's rows and the window's histogram, preallocated."""
+"""The preallocated memory of a window on one device: the open sample's rows and the window's histogram."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .transfers import PinnedPool, RowsTransfer
 class DeviceBuffer:
     """The open sample's rows and the window's histogram on one device.
 
-    The last row of `rows` holds the sample's globals, so that a sample travels in one copy.
+    The last row of `rows` holds the values of the whole sample, so that a sample needs a single copy to the host.
     """
 
     def __init__(self, device: torch.device, num_names: int, pinned_pool: PinnedPool) -> None:
@@ -28,18 +28,18 @@ class DeviceBuffer:
         self.rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=wide_dtype(device), device=device)
         self.histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=device)
         self.has_histogram = False
-        self.sample_histogram: Tensor | None = None  # the open sample's; the window's once it is committed
-        # Other looks at the open sample, where its gradients changed, in rows of the same shape: as they were before
-        # `rows`, and as the optimizer received them after. What did not change is missing.
+        self.sample_histogram: Tensor | None = None  # of the open sample; added to the window's at the commit
+        # Further measurements of the open sample's gradients that changed, in rows of the same shape: before `rows`,
+        # and as the optimizer received them. Rows of gradients that did not change are missing.
         self.earlier: Tensor | None = None
         self.received: Tensor | None = None
         self._slots: dict[tuple[int, ...], Tensor] = {}
         self._pinned_pool = pinned_pool
-        self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None  # that wrote last
+        self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None  # wrote last
         pinned_pool.prepare(self.rows)
 
     def follow(self) -> DeviceBuffer:
-        """The same, for the stream that is current: what another one is still to write comes before."""
+        """Return this buffer for use on the current stream, which first waits for the stream that wrote last."""
         if self._stream is None:
             return self
         stream = torch.cuda.current_stream(self.device)
@@ -53,7 +53,7 @@ class DeviceBuffer:
         return self
 
     def grow(self, num_names: int) -> None:
-        """Make room for names that appeared: their rows are missing so far."""
+        """Make room for new names, whose rows are missing so far."""
         missing, self._slots = (0, 0, 0, num_names - len(self.histogram)), {}
         self.histogram = pad(self.histogram, missing)
         if self.sample_histogram is not None:
@@ -64,28 +64,28 @@ class DeviceBuffer:
         )
 
     def put(self, slots: Sequence[int], rows: Tensor) -> Tensor | slice:
-        """Rows of the open sample: [N, C], over what was there. Returns the slots as an index."""
+        """Write rows [N, C] of the open sample, replacing earlier ones. Returns the slots as an index."""
         index = self.index(tuple(slots))
         if self.device.type == "cpu" and isinstance(index, slice):
-            self.rows.numpy()[index] = rows.numpy()  # in a sixth of the time
+            self.rows.numpy()[index] = rows.numpy()  # takes a sixth of torch's time
         else:
             self.rows[index] = rows
         return index
 
     def put_earlier(self, index: Tensor | slice) -> None:
-        """What `rows` has of these gradients is how they were earlier; they have changed since."""
+        """Copy these rows to `earlier`, because the gradients have changed since they were measured."""
         if self.earlier is None:
             self.earlier = torch.full_like(self.rows, torch.nan)
         self.earlier[index] = self.rows[index]
 
     def put_received(self, index: Tensor | slice, rows: Tensor) -> None:
-        """Rows of what the optimizer received: [N, C]."""
+        """Write rows [N, C] of the gradients that the optimizer received."""
         if self.received is None:
             self.received = torch.full_like(self.rows, torch.nan)
         self.received[index] = rows
 
     def forget_sample(self) -> None:
-        """Nothing is known of the open sample any more."""
+        """Discard everything about the open sample."""
         self.rows.fill_(torch.nan)
         self.sample_histogram = self.earlier = self.received = None
 
@@ -97,7 +97,7 @@ class DeviceBuffer:
         return self.sample_histogram
 
     def send_rows(self) -> RowsTransfer:
-        """The open sample's rows and globals on their way, and room for the next sample's."""
+        """Send the open sample's rows to the host, and make room for those of the next sample."""
         send = self._pinned_pool.send
         earlier, received = (None if rows is None else send(rows) for rows in (self.earlier, self.received))
         transfer = RowsTransfer(send(self.rows), earlier, received)
@@ -109,23 +109,23 @@ class DeviceBuffer:
         return transfer
 
     def drop_histogram(self) -> None:
-        """An empty histogram for the next window."""
+        """Start the next window with an empty histogram."""
         if self.has_histogram:
-            if self.device.type == "cpu":  # the old one may be on its way
+            if self.device.type == "cpu":  # a transfer may still use the old tensor
                 self.histogram = torch.zeros_like(self.histogram)
             else:
                 self.histogram.zero_()
             self.has_histogram = False
 
     def add_sample_histogram(self) -> None:
-        """The open sample is done: its histogram becomes the window's."""
+        """Add the open sample's histogram to the window's, when the sample is complete."""
         if self.sample_histogram is not None:
             self.histogram += self.sample_histogram
             self.sample_histogram = None
             self.has_histogram = True
 
     def index(self, slots: tuple[int, ...]) -> Tensor | slice:
-        """Slots as an index that needs no upload: a slice, or a tensor that is kept where they are not consecutive."""
+        """Slots as an index without an upload: a slice if they are consecutive, otherwise a cached tensor."""
         if slots[-1] - slots[0] + 1 == len(slots):
             return slice(slots[0], slots[-1] + 1)
         if slots not in self._slots:
@@ -136,5 +136,5 @@ class DeviceBuffer:
 
 
 def _grown(rows: Tensor, missing: tuple[int, ...]) -> Tensor:
-    """With rows of names that are missing so far before the last, which holds the globals."""
+    """Insert missing rows for new names before the last row, which holds the values of the whole sample."""
     return torch.cat([pad(rows[:-1], missing, value=torch.nan), rows[-1:]])

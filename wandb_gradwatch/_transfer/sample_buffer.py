@@ -1,11 +1,11 @@
-"""The samples since the last flush: preallocated on each device, committed at a step, drained without waiting.
+"""The samples since the last flush: preallocated on each device, committed at a step, received without waiting.
 
-    write(slots, measurement)   rows of the open sample; the last write wins
-    commit(sample)              the open sample is done: its rows start their way to the host
-    flush()                     the window is done: its histogram follows, and the next window begins
-    poll()                      what has arrived, in order
+    write(slots, measurement)   write rows of the open sample; the last write counts
+    commit(sample)              the open sample is complete: start the transfer of its rows to the host
+    flush()                     the window is complete: send its histogram, and begin the next window
+    poll()                      return the samples and flushes that have arrived, in order
 
-What lies on a device is in device_buffer.py, what is on its way to the host in transfers.py.
+device_buffer.py contains the memory on a device, transfers.py the transfers to the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .transfers import (
 
 # S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
 
-# Columns of the gradient before clipping; how many elements it has, NaN and Inf among them, clipping leaves as it is.
+# Columns that clipping changes. It does not change the numbers of elements, NaN and Inf.
 _HIDDEN_BY_CLIPPING: Final = slice(Column.NUM_ZERO, Column.RECEIVED_SUM_SQ)
 
 
@@ -46,12 +46,12 @@ class SampleBuffer:
     """Rows of the open sample and the histogram since the last flush, on every device that has gradients."""
 
     def __init__(self, *, keep_newest_histogram: bool) -> None:
-        self.keep_newest_histogram = keep_newest_histogram  # it replaces the window's instead of being added to it
+        self.keep_newest_histogram = keep_newest_histogram  # True: replace the window's histogram, do not add to it
         self._devices: dict[torch.device, DeviceBuffer] = {}
         self._pinned_pool = PinnedPool()
         self._num_names = 0
         self._histogram_steps: list[int] = []
-        self.sent: deque[SampleTransfer | FlushTransfer] = deque()  # and not polled
+        self.sent: deque[SampleTransfer | FlushTransfer] = deque()  # sent, but not polled
 
     def resize(self, num_names: int) -> None:
         """Make room for new names."""
@@ -63,29 +63,29 @@ class SampleBuffer:
     # ---- the open sample
 
     def write(self, slots: Sequence[int], measurement: Measurement) -> None:
-        """Put rows of slots, [N] ascending, into the open sample, over what was there."""
+        """Write rows of ascending slots [N] into the open sample, replacing earlier ones."""
         buffer = self._on(measurement.rows.device)
         index = buffer.put(slots, measurement.rows)
         if measurement.histogram is not None:
             buffer.open_histogram()[index] = measurement.histogram
 
     def write_after_clipping(self, slots: Sequence[int], measurement: Measurement) -> None:
-        """Put in rows of gradients that may have been clipped before they were seen: what clipping hides is missing."""
+        """Write rows of gradients that may have been clipped before; columns that clipping changes are NaN."""
         rows = measurement.rows
         rows[:, _HIDDEN_BY_CLIPPING] = torch.nan
         self._on(rows.device).put(slots, rows)
 
     def put_earlier(self, slots: Sequence[int]) -> None:
-        """The rows that are there are of gradients that have changed since, before any clipping: others follow."""
+        """Keep these rows as the earlier ones: the gradients have changed since, and new rows will be written."""
         for buffer in self._everywhere():
             buffer.put_earlier(buffer.index(tuple(slots)))
 
     def write_received(self, slots: Sequence[int], received: Tensor) -> None:
-        """Correct what the optimizer received, where it is not what was measured.
+        """Correct the columns of the gradients that the optimizer received, where they differ from the measured ones.
 
         Args:
             slots: [N] ascending.
-            received: its columns [N, 3]; or rows [N, C], which also tell what happened to the gradients.
+            received: the columns of the received gradients [N, 3]; or rows [N, C], which also show the kind of change.
         """
         buffer = self._on(received.device)
         index = buffer.index(tuple(slots))
@@ -95,12 +95,12 @@ class SampleBuffer:
         buffer.rows[index, RECEIVED_COLUMNS] = received
 
     def hide_received(self, slots: Sequence[int]) -> None:
-        """What updated these parameters could not be seen."""
+        """Mark the received gradients of these parameters as unknown."""
         for buffer in self._everywhere():
             buffer.rows[buffer.index(tuple(slots)), RECEIVED_COLUMNS] = torch.nan
 
     def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
-        """Multiply rows of the open sample by a factor per column: [C]. The histogram cannot follow and is dropped."""
+        """Multiply rows of the open sample by a factor per column [C]. The sample's histogram is dropped."""
         for buffer in self._everywhere():
             index, factor = buffer.index(tuple(slots)), onto(factor_C, buffer.device)
             buffer.rows[index] *= factor
@@ -109,7 +109,7 @@ class SampleBuffer:
             buffer.sample_histogram = None
 
     def drop_zero_rows(self, slots: Sequence[int]) -> None:
-        """Rows of gradients that nothing marked and that are all zero are leftovers of zero_grad(): missing."""
+        """Mark all-zero rows as missing: no backward wrote these gradients, so zero_grad() left the zeros."""
         for buffer in self._everywhere():
             index = buffer.index(tuple(slots))
             rows = buffer.rows[index]
@@ -119,7 +119,7 @@ class SampleBuffer:
                 buffer.sample_histogram[index] *= ~leftover[:, None]
 
     def clear(self, slots: Sequence[int]) -> None:
-        """These parameters have no gradient in the open sample after all."""
+        """Mark these parameters as without a gradient in the open sample."""
         for buffer in self._everywhere():
             index = buffer.index(tuple(slots))
             buffer.rows[index] = torch.nan
@@ -135,25 +135,25 @@ class SampleBuffer:
         self._on(found_inf.device).rows[-1, FOUND_INF] = found_inf.to(wide_dtype(found_inf.device)).reshape(())
 
     def open_rows(self, slots: tuple[int, ...]) -> list[Tensor]:
-        """The open sample's rows of these slots, ascending, by device: each [N, C], missing where it is not there."""
+        """The open sample's rows of these ascending slots on each device: [N, C], NaN on all devices but one."""
         return [buffer.rows[buffer.index(slots)] for buffer in self._everywhere()]
 
     def discard(self) -> None:
-        """Forget the open sample, and open the next."""
+        """Discard the open sample, and open the next."""
         for buffer in self._everywhere():
             buffer.forget_sample()
 
-    # ---- towards the host
+    # ---- transfer to the host
 
     def peek(self) -> FloatArray:
-        """The open sample's rows, now: [P, C]. Waits for the device: for the guard, which must know before the step."""
+        """The open sample's rows [P, C]. Waits for the device, because the guard must decide before the step."""
         rows = [RowsTransfer(self._pinned_pool.send(buffer.rows)) for buffer in self._everywhere()]
         peeked = SampleTransfer(Sample(0, False, ()), self._num_names, rows)
         peeked.arrived(wait=True)
         return peeked.unpack().rows.copy()
 
     def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
-        """Send the open sample on its way, with what the probes found, by key, and open the next."""
+        """Send the open sample and the probes' values by key to the host, and open the next sample."""
         buffers = self._everywhere()
         if sample.left_out:
             for buffer in buffers:
@@ -176,12 +176,12 @@ class SampleBuffer:
         self.sent.append(SampleTransfer(sample, self._num_names, rows, packed, known))
 
     def open_histogram(self) -> dict[str, Any]:
-        """Of the window that is not flushed yet the counts [P, B], None for none, and steps. Waits for the device."""
+        """The open window's histogram counts [P, B], None if there are none, and its steps. Waits for the device."""
         parts = [buffer.histogram.cpu() for buffer in self._everywhere() if buffer.has_histogram]
         return {"counts": torch.stack(parts).sum(dim=0) if parts else None, "steps": list(self._histogram_steps)}
 
     def restore_histogram(self, histogram: Tensor | None, steps: Sequence[int]) -> None:
-        """Go on with a histogram [P, B] of an unfinished window, or with none, instead of the one that is there."""
+        """Replace the open window's histogram by a saved one [P, B], or by none."""
         self._drop_histogram()
         if histogram is not None:
             buffer = self._on(torch.device("cpu"))
@@ -190,7 +190,7 @@ class SampleBuffer:
             self._histogram_steps = list(steps)
 
     def leave_out_sent(self, step: int) -> None:
-        """What was sent and not polled turned out to be no updates: the loop has dropped it before this step."""
+        """Mark sent but unpolled samples as left out: the loop discarded their gradients before this step."""
         sent, self.sent = self.sent, deque()
         for transfer in sent:
             if isinstance(transfer, SampleTransfer):
@@ -205,7 +205,7 @@ class SampleBuffer:
         self._drop_histogram()
 
     def poll(self, *, wait: bool = False) -> list[ArrivedSample | ArrivedFlush]:
-        """What has arrived since the last poll, in order; with `wait`, all that was sent."""
+        """Return what has arrived since the last poll, in order; `wait` waits for everything that was sent."""
         arrived = []
         while self.sent and self.sent[0].arrived(wait=wait):
             arrived.append(self.sent.popleft().unpack())

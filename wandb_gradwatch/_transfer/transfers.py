@@ -1,11 +1,11 @@
-"""Samples and flushes on their way to the host: sent without waiting, unpacked when they have arrived.
+"""Transfers of samples and flushes to the host: sent without waiting, unpacked after they have arrived.
 
-    PinnedPool.send(tensor)         a tensor is on its way: a copy that the device makes, and an event after it
-    SampleTransfer, FlushTransfer   transfers that arrive together
-    arrived()                       asks the events and never waits for them, unless told to
-    unpack()                        the sample, or the flush; the memory that it arrived in is free for the next
+    PinnedPool.send(tensor)         start an asynchronous copy of a tensor to the host, followed by an event
+    SampleTransfer, FlushTransfer   transfers that are unpacked together
+    arrived()                       query the events; waits for them only with wait=True
+    unpack()                        return the sample or the flush, and free its pinned memory for the next one
 
-On CPU everything arrives at once. Devices other than CUDA have no events that are alike: there the copy waits.
+On CPU, tensors are available at once. Other devices than CUDA have no suitable events, so there the copy waits.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ from ..snapshot import keys
 
 # P watched parameters, C columns, B histogram bins
 
-# What is found in a sample, by key. A number that a device has is a 0-dim tensor; to the key of sums the names of what
-# they say are added.
+# A probe's value in a sample: a number on the host, a 0-dim tensor on a device, a histogram, or sums. The names of the
+# metrics that follow from sums are appended to the key of the sums.
 OnDevice = Tensor | ProbeHistogram | ProbeSums
 Found = float | OnDevice
 
-# Per-sample values that live on a device: written there, read when the sample arrives.
+# Columns of the values of the whole sample, which are written on a device and read when the sample arrives.
 LOSS_SCALE, FOUND_INF = 0, 1
 
-_MAX_KINDS: Final = 16  # of tensors of a device: what probes find may have another length at every sample
+_MAX_KINDS: Final = 16  # cached kinds of tensors per device: the length of probes' values may change at every sample
 
 
 class Sample(NamedTuple):
-    """What the host knows of a sample when it closes."""
+    """What the host knows about a sample when the sample is complete."""
 
-    step: int  # its number
-    skipped: bool  # whether loss scaling skipped an update; an optimizer that skips by itself says so on the device
+    step: int
+    skipped: bool  # whether loss scaling skipped an update; fused optimizers that skip set FOUND_INF on the device
     updated: tuple[tuple[int, ...], ...]  # for each optimizer that stepped, the slots that it owns
-    # Slots whose gradient looked unmodified at the step and was compared by value all the same
+    # Slots whose gradient seemed unmodified at the step, but was compared by value
     compared: tuple[int, ...] = ()
-    compared_early: tuple[int, ...] = ()  # the same, just before torch clipped it
+    compared_early: tuple[int, ...] = ()  # the same, before torch clipped the gradient
     by_torch: bool = False  # whether one of torch's clipping functions was called
-    eps: float = 0.0  # relative precision of the gradients' dtype, of the coarsest where there are several
-    every: int = 1  # how many steps after the sample before
-    left_out: bool = False  # no sample of an update: a backward whose gradients were reset before any step
-    # The largest of the optimizers that made the update; NaN where the host does not know it
+    eps: float = 0.0  # relative precision of the gradients' dtype; of the coarsest if there are several
+    every: int = 1  # number of steps since the previous sample
+    left_out: bool = False  # True: there was no update, because the gradients were reset before any step
+    # The largest learning rate of the optimizers that made the update; NaN if the host does not know it
     learning_rate: float = math.nan
 
 
 @dataclass(frozen=True)
 class Names:
-    """What is known of the watched parameters at a moment: names [P] and which are trainable [P]."""
+    """The watched parameters at one moment: names [P], and whether they are trainable [P]."""
 
     names: tuple[str, ...]
     trainable: tuple[bool, ...]
@@ -74,12 +74,12 @@ class Names:
 
 @dataclass(frozen=True)
 class ArrivedSample:
-    """A sample on the host: rows [P, C], and what the probes found, by key.
+    """A sample on the host: rows [P, C], and the probes' values by key.
 
-    `metrics` has what the sums mean, too: on a rank that holds shards, for these alone.
+    `metrics` also contains the metrics that follow from the sums; on a rank with shards, those of its shards only.
 
-    `changed_without_a_trace`: a gradient that looked unmodified was not what had been measured: it was written through
-    `.data`.
+    `changed_without_a_trace`: a gradient differed from the measured one although its version had not changed, because
+    it was written through `.data`.
     """
 
     sample: Sample
@@ -94,33 +94,33 @@ class ArrivedSample:
 
 @dataclass(frozen=True)
 class ArrivedFlush:
-    """The end of a window on the host: histogram [P, B], None where none was taken."""
+    """The end of a window on the host, with its histogram [P, B]; None if no histogram was taken."""
 
     histogram: IntArray | None
     histogram_steps: tuple[int, ...]
 
 
-_Pinned = tuple[Tensor, Event]  # memory that one transfer arrives in, and what says when it has
+_Pinned = tuple[Tensor, Event]  # the memory of one transfer, and the event that marks its end
 _Kind = tuple[torch.device, torch.Size, torch.dtype]
 
 
 class PinnedPool:
-    """Where transfers arrive: pinned memory, two for each kind of tensor from the beginning, used again and again.
+    """Reusable pinned memory for transfers: at first two buffers for each kind of tensor.
 
-    While the device copies into one the host reads the other. A device that is further behind gets more, and then
-    those are there: allocating pinned memory takes long, and may stop the device, so it is not done at every sample.
+    While the device copies into one buffer, the host reads the other. If the device falls behind, further buffers are
+    allocated and kept, because allocating pinned memory is slow and may block the device.
     """
 
     def __init__(self) -> None:
         self._free: dict[_Kind, list[_Pinned]] = {}
 
     def prepare(self, like: Tensor) -> None:
-        """Make room for tensors of this one's device, shape and dtype, before the first is sent."""
+        """Allocate buffers for tensors with the device, shape and dtype of `like`, before the first is sent."""
         if like.device.type == "cuda":
             self._buffers_like(like)
 
     def send(self, tensor: Tensor) -> Transfer:
-        """The tensor as it is now, on its way. On CPU it is handed over: it must not be written again."""
+        """Start the transfer of a tensor's present values. On CPU it is not copied: do not write to it again."""
         if tensor.device.type == "cpu":
             return Transfer(tensor)
         if tensor.device.type != "cuda":
@@ -132,15 +132,15 @@ class PinnedPool:
         return Transfer(memory, event, free)
 
     def _buffers_like(self, like: Tensor) -> list[_Pinned]:
-        """The free buffers for tensors of this one's kind."""
+        """The free buffers for tensors with the device, shape and dtype of `like`."""
         kind = (like.device, like.shape, like.dtype)
         free = self._free.pop(kind, None)
         if free is None:
             free = [_pinned(like), _pinned(like)]
             of_device = [other for other in self._free if other[0] == like.device]
             if len(of_device) >= _MAX_KINDS:
-                del self._free[of_device[0]]  # torch keeps what is still to be written to until it has been
-        self._free[kind] = free  # the last of them is what was used last
+                del self._free[of_device[0]]  # torch's allocator keeps buffers with a pending copy until it is done
+        self._free[kind] = free  # at the end: the most recently used kind
         return free
 
 
@@ -149,29 +149,29 @@ def _pinned(like: Tensor) -> _Pinned:
 
 
 class Transfer:
-    """One tensor on its way to the host."""
+    """The transfer of one tensor to the host."""
 
     def __init__(self, host: Tensor, event: Event | None = None, free: list[_Pinned] | None = None) -> None:
         self._host, self._event, self._free = host, event, free
 
     def arrived(self, *, wait: bool) -> bool:
-        """Whether it is here."""
+        """Whether the tensor has arrived."""
         if self._event is None:
             return True
-        if wait:  # the host waits for a device: in flush(), remove() and state_dict(), and for a guard, 8 steps late
+        if wait:  # the host waits for a device: in flush(), remove() and state_dict(), and in a guard after 8 steps
             self._event.synchronize()
         return self._event.query()
 
     def take(self) -> FloatArray | IntArray:
-        """What has arrived; the memory that it arrived in is free for another."""
+        """Return the values, and free the pinned memory for another transfer."""
         if self._event is not None and self._free is not None:
             self._free.append((self._host, self._event))
-            self._host, self._event = self._host.clone(), None  # not pinned
+            self._host, self._event = self._host.clone(), None  # a clone in unpinned memory
         return self._host.numpy()
 
 
 class RowsTransfer(NamedTuple):
-    """A sample's rows and globals of one device, and other looks at them where gradients changed: see DeviceBuffer."""
+    """A sample's rows of one device, and its `earlier` and `received` rows, as in DeviceBuffer."""
 
     rows: Transfer
     earlier: Transfer | None = None
@@ -179,10 +179,10 @@ class RowsTransfer(NamedTuple):
 
 
 class ProbeTransfer:
-    """What the probes found on one device, on its way to the host in one copy: a number, or a few, for each key."""
+    """The transfer of all probes' values on one device, in one copy: one or several numbers for each key."""
 
     def __init__(self, found: Mapping[str, OnDevice], pinned_pool: PinnedPool) -> None:
-        # What is kept for the meaning holds no tensor: that would keep the device's memory until the arrival.
+        # Keep no tensor here, because it would occupy device memory until the values have arrived.
         self._meanings = {
             key: (v.meaning, v.parameter) if isinstance(v, ProbeSums) else None for key, v in found.items()
         }
@@ -194,7 +194,7 @@ class ProbeTransfer:
     def unpack(
         self, metrics: dict[str, float], histograms: dict[str, MetricHistogram], sums: dict[str, ArrivedSums]
     ) -> None:
-        """Put everything where it belongs."""
+        """Add the values to the dictionaries of their kind."""
         values = np.asarray(self.transfer.take(), dtype=np.float64)
         begin = 0
         for (key, meaning), size in zip(self._meanings.items(), self._sizes, strict=True):
@@ -209,12 +209,12 @@ class ProbeTransfer:
 
 
 def values_of(found: OnDevice) -> Tensor:
-    """The values that travel: [K]. A plain number is one; anything else would be taken for the next key's."""
+    """The values to transfer: [K]. A tensor is one number; more elements would shift the values of later keys."""
     return found.reshape(1) if isinstance(found, Tensor) else found.values
 
 
 class FlushTransfer(NamedTuple):
-    """The histogram of a window, by device, and the steps that it counts."""
+    """The transfer of a window's histogram from each device, and the steps that the histogram counts."""
 
     histograms: list[Transfer]
     steps: tuple[int, ...]
@@ -229,13 +229,13 @@ class FlushTransfer(NamedTuple):
 
 
 class SampleTransfer(NamedTuple):
-    """A sample: its rows, and what the probes found, each by device."""
+    """The transfer of a sample: its rows and the probes' values from each device."""
 
     sample: Sample
     num_names: int
     rows: list[RowsTransfer]
     found: Sequence[ProbeTransfer] = ()
-    known: Mapping[str, float] = {}  # what was found on the host
+    known: Mapping[str, float] = {}  # the probes' values on the host
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
@@ -259,7 +259,7 @@ class SampleTransfer(NamedTuple):
         sums: dict[str, ArrivedSums] = {}
         for found in self.found:
             found.unpack(metrics, histograms, sums)
-        if (loss := metrics.get(keys.LOSS)) is not None:  # missing where it is not finite
+        if (loss := metrics.get(keys.LOSS)) is not None:  # a non-finite loss is missing, and is counted
             is_finite = math.isfinite(loss)
             metrics |= {keys.LOSS: loss if is_finite else math.nan, keys.NUM_NONFINITE_LOSS: float(not is_finite)}
         skipped = self.sample.skipped or bool(found_inf)
@@ -269,12 +269,12 @@ class SampleTransfer(NamedTuple):
         return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums, untraced)
 
     def _joined_look(self, place: int) -> FloatArray | None:
-        """Another look at the rows: [P, C]; None where there was none."""
+        """The `earlier` or `received` rows of all devices: [P, C]; None if there are none."""
         looks = [transfer for one in self.rows if (transfer := one[place]) is not None]
         return self._joined([np.asarray(one.take(), dtype=np.float64)[:-1] for one in looks]) if looks else None
 
     def _joined(self, rows_of_devices: Sequence[FloatArray]) -> FloatArray:
-        """Rows of several devices, each missing in all but one of them: [P, C]."""
+        """Join the rows of several devices, each of which is missing on all devices but one: [P, C]."""
         rows: FloatArray = np.full((self.num_names, NUM_COLUMNS), np.nan)
         for device_rows in rows_of_devices:
             here = ~np.isnan(device_rows[:, Column.NUM_ELEMENTS])
@@ -283,8 +283,8 @@ class SampleTransfer(NamedTuple):
 
 
 def _changed_without_a_trace(rows_PC: FloatArray, earlier_PC: FloatArray | None, sample: Sample) -> bool:
-    """Whether any gradient that looked unmodified was another one when it was looked at again."""
-    if not sample.compared and not sample.compared_early:  # as nearly always
+    """Whether the second measurement of a seemingly unmodified gradient differs from the first."""
+    if not sample.compared and not sample.compared_early:  # the usual case
         return False
     at_step, early = list(sample.compared), list(sample.compared_early)
     looks = [(rows_PC[at_step, Column.GRAD_SUM_SQ], rows_PC[at_step, Column.RECEIVED_SUM_SQ])]
@@ -301,16 +301,16 @@ def _what_happened(
     sample: Sample,
     loss_scale: float,
 ) -> dict[str, float]:
-    """Whether a sample was clipped, and whether it was changed otherwise, by key; corrects its rows in place.
+    """Whether a sample's gradients were clipped, and whether they were changed otherwise; corrects its rows in place.
 
-    `earlier` is missing where nothing changed gradients before clipping, `received` where nothing has since.
+    `earlier` is NaN where gradients did not change before clipping, `received` where they did not change afterwards.
     """
     shrunk = other = multiplied = False
     if earlier_PC is not None:
         was_there = ~np.isnan(earlier_PC[:, Column.NUM_ELEMENTS]) & ~np.isnan(rows_PC[:, Column.NUM_ELEMENTS])
         before = change_between(np.where(was_there[:, None], earlier_PC, rows_PC), rows_PC, sample.eps)
         shrunk, other = before.shrunk and not before.is_common, before.other and not before.is_common
-        # NaN and Inf that came after the backward are not the backward's.
+        # If NaN and Inf arose after the backward, restore the rows that the backward left.
         num_now, num_earlier = (looks[:, Column.NUM_NAN] + looks[:, Column.NUM_INF] for looks in (rows_PC, earlier_PC))
         bad = was_there & (num_now > 0) & (num_earlier == 0)
         columns = np.arange(NUM_COLUMNS) < RECEIVED_COLUMNS.start
@@ -320,7 +320,7 @@ def _what_happened(
         received_PC = np.where(was_seen[:, None], received_PC, rows_PC)
         change = change_between(rows_PC, received_PC, sample.eps)
         if loss_scale != 1 and abs(change.factor / loss_scale - 1) < CLIP_TOLERANCE:
-            # Not divided by its loss scale yet: by whatever makes the update, then, in there.
+            # The gradients still contain the loss scale, which the optimizer itself divides out in its step.
             rows_PC[was_seen, RECEIVED_COLUMNS] = rows_PC[was_seen][:, AS_LEFT]
         elif change.is_common and change.factor < 1:
             shrunk, multiplied = shrunk or sample.by_torch, not sample.by_torch
@@ -329,7 +329,7 @@ def _what_happened(
     if not shrunk and multiplied:
         clipped = MULTIPLIED
     elif not shrunk and other and sample.by_torch:
-        clipped = np.nan  # whether it was clipped before that is not known
+        clipped = np.nan  # another change hides whether torch clipped the gradient before
     else:
         clipped = float(shrunk and not (other and not sample.by_torch))
     return {keys.CLIPPED: clipped, keys.CHANGED: float(other)}
