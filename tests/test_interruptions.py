@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
+import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from gradients import Chosen, step, watch
 from torch.optim import SGD
 
+import wandb_gradwatch
 from wandb_gradwatch import MemorySink, Sink, rule
 from wandb_gradwatch._measure import measure as measure_module
 from wandb_gradwatch._measure import reference
 from wandb_gradwatch._runtime import error_boundary
-from wandb_gradwatch.metrics import Metric
+from wandb_gradwatch.metrics import Activations, Metric, Updates
 
 
 class PreemptedError(Exception):
@@ -147,3 +152,63 @@ def test_ctrl_c_leaves_autograd_the_collector_and_the_watcher_as_they_were(
     before = boundary.seconds_spent
     boundary.run(list)
     assert boundary.seconds_spent > before, "the next call is no call inside another"
+
+
+def interrupted_at_call(number: int, run: Callable[[], object]) -> bool:
+    """Run it, with Ctrl-C at that one of the package's calls; False if there are fewer calls."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        code = frame.f_code
+        is_ours = "wandb_gradwatch" in code.co_filename and not code.co_flags & inspect.CO_GENERATOR
+        if event in ("call", "c_return") and is_ours:
+            calls += 1
+            if calls == number:
+                raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return calls >= number
+
+
+def number_of_hooks(model: torch.nn.Module) -> int:
+    on_parameters = sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
+    return on_parameters + sum(len(module._forward_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("interrupted", ["watch", "a step", "remove"])
+def test_ctrl_c_at_any_call_leaves_no_hook_behind_that_remove_does_not_find(interrupted: str) -> None:
+    for number in itertools.count(1, 7):
+        model = torch.nn.Sequential(Chosen(a=1), Chosen(a=1))
+        optimizer = SGD(model.parameters(), lr=0.0)
+        watchers: list[wandb_gradwatch.Watcher] = []
+
+        def start(model: torch.nn.Module = model, watchers: list[wandb_gradwatch.Watcher] = watchers) -> None:
+            watchers.append(watch(model, metrics=[Activations(r"^\d$"), Updates()])[0])
+
+        def train(model: Any = model, optimizer: SGD = optimizer) -> None:
+            optimizer.zero_grad()
+            (model[0].loss(a=[1.0]) + model[1].loss(a=[1.0])).backward()
+            optimizer.step()
+
+        if interrupted == "watch":
+            goes_on = interrupted_at_call(number, start)
+        else:
+            start()
+            train()
+            goes_on = interrupted_at_call(number, train if interrupted == "a step" else watchers[0].remove)
+        assert torch.is_grad_enabled()
+        train()
+        wandb_gradwatch.unwatch()
+        for watcher in watchers:
+            watcher.remove()
+        assert number_of_hooks(model) == 0, f"after Ctrl-C at call {number}"
+        if not goes_on:
+            break
+    assert number > 100

@@ -94,12 +94,16 @@ class Watcher:
             if parts.guard is not None and guarded:
                 parts.guard.replay = parts.replay
         self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, name)
-        self._sampler.start(name)
-        # The watcher must not keep the model alive, and its hooks must not outlive the model.
-        self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
-        self._dispatcher.before_runs_end(self.flush)
-        atexit.register(self._script_ends)
-        WATCHERS.append(self)
+        try:
+            self._sampler.start(name)
+            # The watcher must not keep the model alive, and its hooks must not outlive the model.
+            self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
+            self._dispatcher.before_runs_end(self.flush)
+            atexit.register(self._script_ends)
+            WATCHERS.append(self)
+        except BaseException:  # Ctrl-C, most likely: nobody will have a watcher to remove
+            self._stop()
+            raise
 
     def __enter__(self) -> Watcher:
         return self

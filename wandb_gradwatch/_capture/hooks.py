@@ -117,7 +117,7 @@ class BackwardHooks:
                 if hooks is not None and parameter._backward_hooks is None:  # works for a frozen parameter too
                     parameter._backward_hooks, hooks.slot[0] = hooks.table, slot
                 elif parameter.requires_grad:
-                    hooks = self._register(slot, parameter)
+                    hooks = self._hooks[number] = self._register(slot, parameter)  # known at once: Ctrl-C may follow
                 else:
                     continue
                 current[number] = hooks
@@ -148,7 +148,7 @@ class BackwardHooks:
                 thread may run one, because the engine may be iterating over the hooks' dictionary.
         """
         entries, hooked = list(entries), self._hooks
-        self._taken_off, self._hooks = frozenset(hooked), {}
+        self._taken_off = frozenset(hooked)
         self._kept = {
             id(one): hooked[id(one)] for _, one in entries if id(one) in hooked and hooked[id(one)].come_off(one)
         }
@@ -157,6 +157,7 @@ class BackwardHooks:
         for _, parameter in entries:
             if parameter._backward_hooks is not None and not parameter._backward_hooks:
                 parameter._backward_hooks = None  # otherwise the engine still visits the empty dictionary
+        self._hooks = {}  # last: if Ctrl-C comes before, the next call removes the rest
 
     def remove(self) -> None:
         """Remove every hook permanently. Safe at any time, even inside a backward. Idempotent."""
@@ -183,9 +184,10 @@ class BackwardHooks:
 
         # A lazy module's parameter refuses every torch function until its first forward, which keeps the hook.
         with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
+            tells_arrival = self._tells_arrivals or local_part(parameter) is not parameter
             handle = parameter.register_hook(mark_gradient)  # type: ignore[no-untyped-call]
             hooks = _Hooks(of_slot, [handle], parameter._backward_hooks or {})
-            if self._tells_arrivals or local_part(parameter) is not parameter:
+            if tells_arrival:
                 self._register_arrival(parameter, hooks)
         return hooks
 

@@ -114,23 +114,24 @@ class ForwardHook:
         """
         taken: set[str] = set()
         self.names.clear()
-        before, now = self._hooked.pop(at, _Hooked()), _Hooked()
+        hooked = self._hooked.setdefault(at, _Hooked())
+        not_met = dict(hooked)
         for name, module in self.models.modules():
             self.names[module] = name
             if name in taken or not chosen(name, module):
                 continue
             taken.add(name)
-            if module in before:
-                handle, hook = before.pop(module)
+            if module in not_met:
+                _, hook = not_met.pop(module)
                 hook.name = name  # the name changes if the module moves, for instance into a wrapper
             else:
                 hook = _Hook(self, name, seen, is_end=at == "end")
                 register: Any = module.register_forward_hook if at != "beginning" else module.register_forward_pre_hook
                 handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
-            now[module] = handle, hook
-        for handle, _ in before.values():  # the module is gone, or not chosen under its new name
+                hooked[module] = handle, hook
+        for module, (handle, _) in not_met.items():  # no longer in the model, or not chosen under its new name
             handle.remove()
-        self._hooked[at] = now
+            del hooked[module]
 
     def open(self) -> None:
         self.is_open = not self.boundary.stopped
