@@ -206,6 +206,12 @@ def unused_log(x):
     return torch.where(x > INF, (0 * x).detach().log(), x)
 
 
+def test_what_holds_nothing_finite_has_no_range():
+    finding = find_nonfinite(Model(masked_row), X)
+    shape = "x".join(map(str, X.shape))
+    assert f"It read {shape} of float32, {X.numel()} not finite." in finding.text
+
+
 @pytest.mark.parametrize("function", [functional.relu, causal, added_mask, pooled, unused_log])
 def test_intended_infinities_are_no_finding(function):
     assert find_nonfinite(Model(function), X) is None

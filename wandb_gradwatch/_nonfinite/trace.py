@@ -67,7 +67,8 @@ class InputRange:
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "a number"
-        words = [f"{shape} of {self.dtype}, {self.minimum:.3g} to {self.maximum:.3g}"]
+        span = "" if math.isnan(self.minimum) else f", {self.minimum:.3g} to {self.maximum:.3g}"
+        words = [f"{shape} of {self.dtype}{span}"]
         zero = "zeros" if self.num_zero > 1 else "zero"
         counts = {zero: self.num_zero, "negative": self.num_negative, "not finite": self.num_nonfinite}
         return ", ".join(words + [f"{count} {name}" for name, count in counts.items() if count])

@@ -80,8 +80,8 @@ class NonFiniteActivation(_MetricRule):
     title = "Non-finite activation"
     metric = (keys.ACTIVATION, keys.NONFINITE_METRIC)
     fact = (
-        "the output of {first} was the first of the forward that is not finite, with {told} elements; {num} module "
-        "outputs in all are not finite (threshold: 0)."
+        "the output of {first} was the first of the forward that is not finite, with {told} elements; of all "
+        "outputs of modules {num} are not finite (threshold: 0)."
     )
     item = "{name} ({told} non-finite)"
     cause = "an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0"

@@ -128,11 +128,12 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
     before = evidence.log_norm_N[evidence.clean < sample][-17:]
     if not len(before) or before[-1] > float(np.median(before)) + math.log(10):
         return None
-    broken = np.flatnonzero(evidence.history.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
+    num_bad_P = evidence.history.column(Column.PARAM_NUM_NONFINITE)[sample]
+    broken = np.flatnonzero(num_bad_P > 0)
     words = (
-        f"before step {step} {len(broken)} parameters were finite, and so were the gradients of the "
-        f"update that broke them, with a norm of {number(float(np.exp(before[-1])))}; the first of them is "
-        f"{evidence.history.names[broken[0]]}"
+        f"{len(broken)} of {len(num_bad_P)} parameters are no longer finite at step {step}, first "
+        f"{evidence.history.names[broken[0]]}, but the gradients of the update before it were finite, with a norm of "
+        f"{number(float(np.exp(before[-1])))}"
     )
     remedy = (
         "load the last good checkpoint, keep parameters and the optimizer's state in float32, and check its eps and "
