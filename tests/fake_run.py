@@ -1,8 +1,8 @@
-"""A W&B run, or its history, with every key of ours: a small GPT whose training goes wrong, made without training one.
+"""Synthetic snapshots and W&B runs with every key of the package: a small GPT whose training goes wrong.
 
-The story, in steps: layers shrink slowly with depth; `blocks/3/mlp/fc/weight` loses units from the start on;
-`embed/position` is frozen until 100; the learning rate is far too high from 250 to 270, so norms rise a thousandfold at
-260 and `blocks/2/attn/qkv/weight` holds NaN at 265; the loss scale is halved there. A guard withholds step 262.
+The scenario: norms vary smoothly with depth. The dead ratio of `blocks/3/mlp/fc/weight` grows from the start.
+`embed/position` is frozen until step 100. Norms rise a thousandfold around step 260. `blocks/2/attn/qkv/weight` has NaN
+at step 265, where the loss scale is halved and AMP skips the step. A guard skips step 262.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GPT_NAMES = (
     "norm.weight",
     "head.weight",
 )
-MODULE = "blocks.0.mlp"  # whose output has histograms
+MODULE = "blocks.0.mlp"  # its output has histograms
 LEAKING, FROZEN, BROKEN = "blocks.3.mlp.fc.weight", "embed.position", "blocks.2.attn.qkv.weight"
 
 ALERTS = (
@@ -68,7 +68,7 @@ ALERTS = (
 def fake_snapshots(
     names: Sequence[str] = GPT_NAMES, *, num_flushes: int = 40, log_every: int = 10, seed: int = 0
 ) -> Iterator[Snapshot]:
-    """Yield the windows of the story, one snapshot each."""
+    """Yield the windows of the scenario, one snapshot each."""
     rng = np.random.default_rng(seed)
     size = rng.integers(1, 64, len(names)) * 1000.0
     depth = np.linspace(0, 1, len(names))
@@ -96,7 +96,7 @@ def fake_snapshots(
 
 
 def _metrics(step: int, names: Sequence[str], rng: np.random.Generator) -> Iterator[tuple[str, float]]:
-    """What watch(metrics=...) would have measured: a block that grows, a head that collapses, updates that shrink."""
+    """Yield values as of watch(metrics=...): growing activations, a head whose entropy collapses, shrinking updates."""
     for block in range(4):
         module = f"blocks.{block}"
         yield f"activation/{module}/norm", 100.0 * (1 + block) * (1 + step / 400)
@@ -162,7 +162,7 @@ def _sample(step: int, names: Sequence[str], size: Any, depth: Any, rng: np.rand
 
 
 def _histogram(row: Any, rng: np.random.Generator) -> Any:
-    """Counts of a normal distribution with a few large elements, like a real gradient's."""
+    """Return the counts of a heavy-tailed distribution, like that of a real gradient."""
     if np.isnan(row[Column.NUM_ELEMENTS]):
         return np.zeros(NUM_BINS, dtype=np.int64)
     spread = np.sqrt(row[Column.GRAD_SUM_SQ] / row[Column.NUM_ELEMENTS])
@@ -181,15 +181,15 @@ def write_fake_run(
     with_table: bool = True,
     finish: bool = True,
 ) -> Path:
-    """Log the story into an offline W&B run through the real sink and return the run's directory.
+    """Log the scenario to an offline W&B run through the real sink and return the run's directory.
 
     Args:
-        directory: where wandb/ is made.
-        names: the parameters; the story's own names are the default.
-        num_flushes: windows of 10 steps.
+        directory: the directory in which wandb/ is created.
+        names: the names of the parameters.
+        num_flushes: the number of windows, each of 10 steps.
         alerts: sent before the first window that ends at or after their step.
         with_table: log the flight recorder of the window with the NaN as a table, at the end.
-        finish: end the run; else it is left open, and the caller ends it with `wandb.finish()`.
+        finish: finish the run. Otherwise the run stays open, and the caller ends it with `wandb.finish()`.
     """
     run = wandb.init(
         project="demo",
@@ -216,5 +216,5 @@ def write_fake_run(
     sink.close()
     if finish:
         run.finish()
-        records(run)  # the file can lag behind: wait for its end record
+        records(run)  # wait for the file's end record, which can come after finish()
     return run_directory

@@ -1,4 +1,4 @@
-"""What the tests of the integrations share: a small model whose gradients are known in float64 by another way."""
+"""Shared by the tests of the integrations: a small model, and its gradients computed independently in float64."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ def small_model(seed: int = 0) -> nn.Sequential:
 
 
 def batches(count: int, *, size: int = 4, seed: int = 1) -> Tensor:
-    """[count, size, 4]: the training data, in the order in which it is used."""
+    """Return the training data, in the order in which it is used: [count, size, 4]."""
     return torch.randn(count, size, 4, generator=torch.Generator().manual_seed(seed))
 
 
 class Recomputed:
-    """A float64 copy of a model, and its gradients by torch.autograd.grad: the second opinion.
+    """Compute the expected gradients of a model on a float64 copy, with torch.autograd.grad.
 
     Args:
-        model: what is trained; its parameters are read anew at every look.
+        model: the model in training; `look` copies its current parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.gradients: list[list[Tensor]] = []  # of every look, by parameter
+        self.gradients: list[list[Tensor]] = []  # [looks][parameters]
 
     def look(self, micro_batches: Iterable[Tensor]) -> None:
-        """Note the gradient of the mean of the micro-batches' losses, at the parameters as they are now."""
+        """Compute the gradient of the mean loss of the micro-batches at the current parameters, and keep it."""
         copy = small_model().double()
         copy.load_state_dict({name: whole(value) for name, value in self._model.state_dict().items()})
         losses = [loss_of(copy, x.double()) for x in micro_batches]
@@ -39,7 +39,7 @@ class Recomputed:
 
     @property
     def norms(self) -> list[float]:
-        """The L2 norm over all parameters, of every look."""
+        """The L2 norms over all parameters, one per look."""
         return [math.sqrt(sum(float(g.square().sum()) for g in gradients)) for gradients in self.gradients]
 
     @property
@@ -48,16 +48,16 @@ class Recomputed:
 
     @property
     def stds(self) -> list[float]:
-        """Population standard deviations."""
+        """The population standard deviations over all parameters, one per look."""
         return [float(_flat(gradients).std(correction=0)) for gradients in self.gradients]
 
     def layer_norms(self, index: int) -> list[float]:
-        """The norm of one parameter, of every look."""
+        """Return the gradient norms of one parameter, one per look."""
         return [float(gradients[index].norm()) for gradients in self.gradients]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded: then a collective."""
+    """Return the whole of a tensor; for a sharded tensor this is a collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -1,4 +1,4 @@
-"""What the ranks do in test_guard_ranks.py: small sharded trainings with a guard, and a poison on one rank only."""
+"""The programs that ranks run in test_guard_ranks.py: small sharded trainings with a guard, and a fault on one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIMIZERS = {
 
 
 def sharded(kind: str, world: int) -> nn.Module:
-    """The model, sharded or replicated as asked."""
+    """Return the model, sharded or replicated as `kind` says."""
     if kind == "tensor parallel":
         return split(build(width=6), world)
     if kind == "ddp":
@@ -33,11 +33,11 @@ def sharded(kind: str, world: int) -> nn.Module:
 def guarded(
     rank: int, world: int, *, kind: str, optimizer: str, steps: int, poison: dict[int, float], guard: bool = True
 ) -> dict[str, Any]:
-    """Train; in the poisoned steps one rank's part of one gradient is multiplied by a number.
+    """Train; in the poisoned steps the last rank multiplies its part of one gradient by a factor.
 
     Args:
-        poison: step -> factor, on the last rank.
-        guard: else the poisoned steps are left out by hand.
+        poison: step -> factor.
+        guard: True: a guard skips the poisoned steps. False: the loop leaves the poisoned steps out.
     """
     model = sharded(kind, world)
     inner = model.module if kind == "ddp" else model
@@ -75,10 +75,10 @@ class Logarithm(nn.Module):
 
 
 def replayed(rank: int, world: int, *, kind: str, guard: str | None) -> dict[str, Any]:
-    """Train a model with dropout; in step 3 the last rank's second micro-batch is so large that a log(0) follows.
+    """Train a model with dropout; in step 3 the last rank's second micro-batch is so large that the model takes log(0).
 
     Args:
-        guard: without one the bad step is left out by hand.
+        guard: the guard; None: the loop leaves the bad step out.
     """
     said, handler = messages()
     torch.manual_seed(0)
@@ -112,7 +112,7 @@ def replayed(rank: int, world: int, *, kind: str, guard: str | None) -> dict[str
 
 
 def one_bad_rank(rank: int, world: int) -> list[str]:
-    """The last rank reads a broken shard of the data again and again; what the diagnosis names, most probable first."""
+    """Train with NaN on the last rank in three steps; return the diagnosed causes, most probable first."""
     model = sharded("fsdp2", world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     watcher, _ = watch(model, guard="skip", rules=None)
@@ -134,7 +134,7 @@ def one_bad_rank(rank: int, world: int) -> list[str]:
 
 
 def messages() -> tuple[list[str], logging.Handler]:
-    """What the package says from now on, and what to remove from its logger in the end."""
+    """Collect the package's messages from now on; return their list, and the handler to remove from the logger."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -143,7 +143,7 @@ def messages() -> tuple[list[str], logging.Handler]:
 
 
 def over_budget(rank: int, world: int) -> dict[str, Any]:
-    """A sharded training with a budget that one sample would exceed a thousand times."""
+    """Train a sharded model with a budget that one sample exceeds a thousandfold."""
     said, handler = messages()
     model = sharded("fsdp2", world)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -161,10 +161,10 @@ def over_budget(rank: int, world: int) -> dict[str, Any]:
 
 
 def failing(rank: int, world: int, *, kind: str, optimizer: str, where: str | None) -> dict[str, Any]:
-    """Train with a guard whose monitor fails on the last rank at step 6; a poison of all ranks follows at step 9.
+    """Train with a guard; the monitor fails on the last rank at step 6, and step 9 has huge gradients on all ranks.
 
     Args:
-        where: the methods that raise, below the sampler; None trains without any guard.
+        where: the methods of the sampler's parts that raise; None: train without a guard.
     """
     said, handler = messages()
     model = sharded(kind, world)
@@ -188,14 +188,14 @@ def failing(rank: int, world: int, *, kind: str, optimizer: str, where: str | No
     if watcher is not None:
         unwatch()
         assert not STEP_HOOKS._listeners
-    one_step(20)  # nobody votes any more, and nobody waits
+    one_step(20)  # without a watcher there is no consensus to wait for
     logging.getLogger("wandb_gradwatch").removeHandler(handler)
     parameters = [getattr(p, "_local_tensor", p).detach().numpy().copy() for p in model.parameters()]
     return {"parameters": parameters, "said": said}
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """What watch() says where ranks could not decide alike."""
+    """Return the errors of watch() for guards and models with which the ranks could not decide alike."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     said = []

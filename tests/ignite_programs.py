@@ -1,4 +1,4 @@
-"""What the tests of the Ignite integration share: the usual train step, data with a bad batch, metrics as seen."""
+"""Shared by the tests of the Ignite integration: train steps, data with a bad batch, and a collector of metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_a_bad_batch(factor: float = 1000.0) -> torch.Tensor:
 
 
 def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer, expected: Recomputed | None = None) -> Step:
-    """As most train steps are written: nothing of ours in it, and no gradients left at its end."""
+    """Return a common train step, which does not use the package and resets the gradients at its end."""
 
     def step(engine: Engine, x: torch.Tensor) -> float:
         if expected is not None:
@@ -61,7 +61,7 @@ def scaled_step(
     *,
     unscale: bool,
 ) -> Step:
-    """The same under a loss scale; with `unscale` the gradients are clipped, too."""
+    """Return a train step with a loss scale; with `unscale` it also unscales and clips the gradients."""
 
     def step(engine: Engine, x: torch.Tensor) -> float:
         if expected is not None:
@@ -84,7 +84,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def collect(engine: Engine, key: str = "grad_norm") -> list[float]:
-    """The metric, or the state's flag, at the end of every iteration, by a handler that came before ours."""
+    """Collect a metric, or `unhealthy_spike`, after every iteration, in a handler added before those of GradWatch."""
     seen: list[float] = []
 
     @engine.on(Events.ITERATION_COMPLETED)
@@ -97,7 +97,7 @@ def collect(engine: Engine, key: str = "grad_norm") -> list[float]:
 def trained(
     step_of: Callable[[nn.Module], Step], data: torch.Tensor, options: dict[str, Any] | None = None
 ) -> list[torch.Tensor]:
-    """The weights after a training, watched with these options of GradWatch; None: not watched."""
+    """Train and return the weights; `options` are those of GradWatch, None: not watched."""
     model = small_model()
     engine = Engine(step_of(model))
     if options is not None:

@@ -1,7 +1,7 @@
-"""The Triton kernels against the reference: on a GPU where there is one, otherwise in Triton's interpreter.
+"""Compare the Triton kernels with the reference, on a GPU if there is one, otherwise in Triton's interpreter.
 
-Run by test_statistics_cuda.py in a process of its own, with TRITON_INTERPRET=1 where there is no GPU: Triton reads that
-when it is first imported, and other tests may have imported it before.
+test_statistics_cuda.py runs this file in a separate process, with TRITON_INTERPRET=1 if there is no GPU: Triton reads
+that variable when it is first imported, and other tests may have imported Triton before.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from wandb_gradwatch._measure.columns import AS_LEFT, IDENTITY_C, Column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-# On a GPU the sizes that are used; small ones in the interpreter, which sees every way through a kernel in seconds so.
+# The real sizes on a GPU; small sizes in the interpreter, so that all branches of the kernels run within seconds.
 SIZES_OF = ("LANES", "CHUNK", "CAREFUL_LANES", "FOLD_BLOCK")
 LANES, CHUNK, CAREFUL, FOLD_BLOCK = (
     [getattr(cuda_launch, name) for name in SIZES_OF]
     if DEVICE.type == "cuda"
-    else (2, 128, 32, 2)  # the fold's is less than the chunks of the largest tensor
+    else (2, 128, 32, 2)  # FOLD_BLOCK is less than the number of chunks of the largest tensor
 )
-ROUND = 16 * LANES  # float32 elements that a program of an ordinary kernel has under way; of 16 bits twice as many
+ROUND = 16 * LANES  # float32 elements per round of an ordinary kernel's program; twice as many for 16-bit types
 SIZES = [0, 1, CAREFUL - 1, CAREFUL + 1, ROUND, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# A lane adds up its float32 squares, which are rounded once themselves, as a tree of 16 in each round, 4 deep, and the
-# rounds one after the other: each addition is right to 2**-24.
+# Float32 squares are rounded once. A lane adds 16 of them per round as a tree of depth 4, then adds the rounds in
+# sequence. Each operation has a relative error of at most 2**-24.
 TOLERANCE = (1 + 4 + CHUNK / ROUND) * 2.0**-24
 
 KERNELS = (kernels.measure_chunks, kernels.measure_carefully, kernels.fold)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)  # numpy, interpreted
+)  # from numpy, in the interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +54,11 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_of(size: int, dtype: torch.dtype, few: bool = False) -> Iterator[torch.Tensor]:
-    """Values of every kind; few: those that tell dtypes apart. The interpreter needs milliseconds for each chunk."""
+    """Yield values of every kind; `few`: fewer kinds, because the interpreter needs milliseconds per chunk."""
     normal = torch.randn(size, generator=torch.Generator().manual_seed(size))
     mixed = normal.clone()
     mixed[::7], mixed[1::7], mixed[2::9], mixed[3::5], mixed[4::5] = math.nan, math.inf, -math.inf, -0.0, 1e-40
-    exact = normal.clone()  # zeros of both signs, and the threshold of the tests below with and without their scale
+    exact = normal.clone()  # zeros of both signs, and the dead threshold of tests below, unscaled and scaled
     exact[::6], exact[1::6], exact[2::6], exact[3::6], exact[4::6] = -0.0, 0.0, 0.25, -0.25, 0.25 * 65536
     one_nan, one_infinity = normal.clone(), normal.clone()
     one_nan[-1:], one_infinity[:1] = math.nan, -math.inf
@@ -151,7 +151,7 @@ def test_every_histogram_edge_falls_on_its_own_side() -> None:
     edges = torch.tensor([0.0, 2.0**-149, 2.0**-126, 2.0**-47, 1.5 * 2.0**-47, 1.0, 1.5, 2.0**15, 1.5 * 2.0**15, 1e30])
     both = torch.cat([edges, torch.nextafter(edges, torch.tensor(0.0)), torch.nextafter(edges, torch.tensor(1e38))])
     signed = torch.cat([both, -both])
-    whole = torch.cat([signed[signed.abs() < 1e15], torch.ones(CHUNK)])[:CHUNK]  # squares that float32 holds
+    whole = torch.cat([signed[signed.abs() < 1e15], torch.ones(CHUNK)])[:CHUNK]  # whose squares are finite in float32
     assert_equals_reference([t.to(DEVICE) for t in (signed, signed.double(), whole)])
     assert_equals_reference([whole.to(DEVICE)], inverse_scale=torch.tensor(2.0**-3, device=DEVICE))
 
@@ -188,7 +188,7 @@ def test_a_tensor_at_address_0_is_missing_not_zero() -> None:
 
 
 def test_offsets_and_counts_are_right_beyond_32_bits() -> None:
-    # The last chunks of a tensor of 2**33 + 2 * CHUNK elements; the table says where its first element would lie.
+    # Only the last chunks of a tensor of 2**33 + 2 * CHUNK elements exist; the table has the address of its first one.
     begin, here = 2**33, torch.arange(1.0, 2 * CHUNK + 1, device=DEVICE)
     plan = cuda_launch.prepare([here])
     plan.table.write([1, 0, here.data_ptr() - begin * here.element_size()])
@@ -217,7 +217,7 @@ def test_rows_follow_gradients_that_moved() -> None:
 
 
 def test_tensors_that_come_one_by_one_are_laid_out_once() -> None:
-    """A model whose optimizers step inside the backward has its plans made at the first step, not at each."""
+    """For optimizers that step inside the backward, plans are made at the first step only."""
     one_by_one = [torch.ones(size, device=DEVICE) for size in range(1, 61)]
     for tensor in one_by_one:
         cuda_launch.prepare([tensor], [tensor])
@@ -228,7 +228,7 @@ def test_tensors_that_come_one_by_one_are_laid_out_once() -> None:
 
 
 def test_a_constant_of_a_kernel_is_annotated_with_the_class_not_with_its_name() -> None:
-    """Interpreters of older Triton take a name for an argument of the device, and fail in every kernel."""
+    """Older Triton's interpreter takes a constant annotated with a string for a device argument, and fails."""
     for kernel in KERNELS:
         annotations = inspect.signature(kernel.fn).parameters
         constants = [p.annotation for name, p in annotations.items() if name.isupper()]
@@ -237,7 +237,7 @@ def test_a_constant_of_a_kernel_is_annotated_with_the_class_not_with_its_name() 
 
 
 def test_warming_up_runs_every_kernel_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not hasattr(kernels.fold, "warmup"):  # the interpreter before Triton 3.6; what compiles always had it
+    if not hasattr(kernels.fold, "warmup"):  # only the interpreter of Triton before 3.6 has no warmup
 
         def warmup(kernel: Any, *arguments: Any, **constants: Any) -> None:
             kernel.run(*arguments, warmup=True, **constants)
@@ -246,10 +246,10 @@ def test_warming_up_runs_every_kernel_without_a_model(monkeypatch: pytest.Monkey
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.complex64, torch.float8_e4m3fn, torch.uint8]
     cuda_launch.warm_up(DEVICE, dtypes, dead_threshold=0.0, histogram=True)
     compiled = set(cuda_launch._compiled)
-    size = 2 * ROUND + 1  # whole rounds, and an end
+    size = 2 * ROUND + 1  # whole rounds and a remainder
     natives = [torch.ones(size, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     others = [torch.ones(size, device=DEVICE).to(dtype) for dtype in (torch.complex64, torch.float8_e4m3fn)]
-    for gradients in (natives, others, [native[1:] for native in natives]):  # the last as in a bucket of gradients
+    for gradients in (natives, others, [native[1:] for native in natives]):  # the last are misaligned, as in a bucket
         for scale in (None, torch.ones((), device=DEVICE)):
             kwargs = {"dead_threshold": 0.0, "inverse_scale": scale}
             cuda_launch.measure(gradients, gradients, histogram=True, **kwargs)
@@ -282,7 +282,7 @@ def test_warming_up_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_thread_does_not_read_the_gradients_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models of the same shapes, each trained in a thread of its own, have one table of addresses."""
+    """Two models of the same shapes that train in different threads share one table of addresses."""
     kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
     mine, theirs = torch.full((5,), 1.0, device=DEVICE), torch.full((5,), 2.0, device=DEVICE)
     prepare, they_have_prepared = cuda_launch.prepare, threading.Event()
@@ -292,7 +292,7 @@ def test_a_thread_does_not_read_the_gradients_of_another(monkeypatch: pytest.Mon
         plan = prepare(elements, *arguments)
         if elements[0] is mine:
             other.start()
-            they_have_prepared.wait(0.2)  # they cannot, before this one's launch
+            they_have_prepared.wait(0.2)  # times out: the other thread must wait for this launch
         else:
             they_have_prepared.set()
         return plan

@@ -1,4 +1,4 @@
-"""What the tests of the Lightning integration share: a module, its trainer, and a logger that keeps every call."""
+"""Shared by the tests of the Lightning integration: a module, its trainer, and a logger that keeps every call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from frameworks import Recomputed, batches, loss_of, small_model
 from torch.utils.data import DataLoader
 
 pl = pytest.importorskip("lightning.pytorch")
-other = pytest.importorskip("pytorch_lightning")  # comes with it; before the callback, which is made for both then
+other = pytest.importorskip("pytorch_lightning")  # before the callback, which supports the imported packages only
 
 from lightning.pytorch.loggers.logger import Logger  # noqa: E402
 
@@ -42,7 +42,7 @@ class Notes(Logger):
 
 
 class Regression(pl.LightningModule):
-    """Trains the small model, and keeps what float64 says of each of its optimizer steps."""
+    """Train the small model, and compute the gradient of each optimizer step in float64."""
 
     def __init__(self, *, accumulate: int = 1, lr: float = 0.05) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ def trainer_of(callback: Any, *, notes: Any = None, **more: Any) -> Any:
 
 
 def fitted(module: Any, data: Any, *callbacks: Any, **more: Any) -> tuple[Any, Notes]:
-    """A trainer after its fit on so many batches, or on this data, and the notes of its logger.
+    """Fit a module on a number of batches, or on given data; return the trainer and its logger.
 
-    Without callbacks it has ours, which measures every step.
+    The default callback is a GradWatchCallback that measures every step.
     """
     notes = Notes()
     trainer = trainer_of(list(callbacks) or [GradWatchCallback(sample_every=1)], **{"notes": notes} | more)
@@ -99,5 +99,5 @@ def approx(values: Any) -> Any:
 
 
 def numbered(values: Any) -> list[tuple[int, Any]]:
-    """A series of these values, one at each step from 0 on."""
+    """Return a series of these values, one at each step from 0 on."""
     return list(enumerate(map(approx, values)))

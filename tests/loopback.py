@@ -1,4 +1,4 @@
-"""A W&B server on the loopback interface: the real SDK and wandb-core talk to it, and tests read back what arrived.
+"""A W&B server on the loopback interface for the real SDK and wandb-core. Tests read what it has received.
 
     with LoopbackServer() as server:
         run = wandb.init(settings=server.settings(), dir=tmp_path)
@@ -6,11 +6,11 @@
         run.finish()
         assert server.runs[run.id].history[0]["loss"] == 1.0
 
-It answers what wandb-core asks for; a test that needs another GraphQL operation adds it:
+The server answers the GraphQL operations that wandb-core uses. A test adds an operation like this:
 
-    server.graphql["Viewer"] = {"viewer": {"username": "someone"}}          # or a function of the variables
+    server.graphql["Viewer"] = {"viewer": {"username": "someone"}}          # or a function from variables to data
 
-and one that needs trouble asks for it:
+and plants a fault like this:
 
     server.fault("file_stream", "500", times=3)
 """
@@ -28,9 +28,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import unquote
 
-API_KEY = "loopback" * 5  # 40 characters, as real ones have
+API_KEY = "loopback" * 5  # 40 characters, like a real key
 ENTITY, PROJECT = "someone", "loopback"
-_WAITS = {  # in seconds, but for the first
+_WAITS = {  # in seconds, except the first
     "x_graphql_retry_max": 2,
     "x_graphql_retry_wait_min_seconds": 1,
     "x_graphql_retry_wait_max_seconds": 1,
@@ -44,10 +44,10 @@ Reply = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class RecordedRun:
-    """What a run sent."""
+    """The data that one run has sent."""
 
     name: str
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # offset -> row: a repeated upload changes nothing
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # by offset: an upload may be repeated
     summary: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
@@ -58,20 +58,20 @@ class RecordedRun:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The history rows in order."""
-        first = min(self.rows, default=0)  # a resumed run goes on where it was
+        first = min(self.rows, default=0)  # a resumed run continues at its offset
         assert sorted(self.rows) == list(range(first, first + len(self.rows))), f"gaps: {sorted(self.rows)}"
         return [self.rows[offset] for offset in sorted(self.rows)]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The definitions of define_metric, as the run's config carries them (`1` is the name, `2` a glob)."""
+        """The run's define_metric() definitions, as stored in its config (key `1` is the name, `2` a glob)."""
         wandb_config = self.config.get("_wandb", {}).get("value", {})
         return list(wandb_config.get("m", []))
 
 
 @dataclass
 class Request:
-    """One request: `operation` is a GraphQL operation, or file_stream, upload or other."""
+    """One request; `operation` is the name of a GraphQL operation, "file_stream" or "upload"."""
 
     operation: str
     path: str
@@ -89,9 +89,9 @@ class LoopbackServer:
     """Answer wandb-core on 127.0.0.1 and record what it sends.
 
     Attributes:
-        runs: what each run sent, by run id.
+        runs: the data that each run has sent, by run id.
         requests: every request, in the order of arrival.
-        graphql: GraphQL operation -> its `data`, or a function from the variables to it. Others get `errors`.
+        graphql: GraphQL operation -> its `data`, or a function from variables to data. Other operations get `errors`.
         resumable: run id -> the `RunResumeStatus` bucket of a run that can be resumed.
     """
 
@@ -138,17 +138,17 @@ class LoopbackServer:
         return {"base_url": self.url, "api_key": API_KEY, "entity": ENTITY, "project": PROJECT, "mode": mode} | _WAITS
 
     def environment(self) -> dict[str, str]:
-        """Variables that send a process's runs here, with short waits."""
+        """Return environment variables that make a process's runs use this server, with short retry waits."""
         return {f"WANDB_{name.upper()}": str(value) for name, value in self._settings("online").items()}
 
     def settings(self, *, mode: str = "online", **more: Any) -> Any:
-        """The same for one `wandb.init(settings=...)` in this process."""
+        """Return settings that make one `wandb.init(settings=...)` use this server, with short retry waits."""
         import wandb
 
         return wandb.Settings(**self._settings(mode) | more)
 
     def fault(self, operation: str, trouble: Trouble, *, times: int | None = None) -> None:
-        """Answer an operation with trouble, for a number of requests or until `heal`.
+        """Make an operation fail, for `times` requests or until `heal`.
 
         Args:
             operation: a GraphQL operation, "file_stream", "upload", or "*" for everything.
@@ -158,14 +158,14 @@ class LoopbackServer:
             self._faults.append(_Fault(operation, trouble, times))
 
     def heal(self) -> None:
-        """End all faults; connections that hang are dropped, so that the client asks again."""
+        """End all faults. Connections that hang are closed, so that the client tries again."""
         with self._lock:
             self._faults.clear()
             self._hanging_ends.set()
             self._hanging_ends = threading.Event()
 
     def resume(self, run_name: str, *, last_step: int) -> None:
-        """Make a run resumable that has logged the steps 0 to `last_step`."""
+        """Make a run resumable, as if it had logged the steps 0 to `last_step`."""
         last_row = {"_step": last_step, "_runtime": 1.0, "_timestamp": 1.0}
         self.resumable[run_name] = {
             "id": f"bucket-{run_name}",
@@ -265,7 +265,7 @@ class _QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """A client that hangs up is no error here: wandb-core does when it ends, and faults make it."""
+        """Ignore closed connections: wandb-core closes them when it ends, and planted faults close them."""
 
 
 def _handler(server: LoopbackServer) -> type[BaseHTTPRequestHandler]:
@@ -319,6 +319,6 @@ def _handler(server: LoopbackServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Tests read `requests`; the terminal stays quiet."""
+            """Log nothing to the terminal: tests read `requests`."""
 
     return Handler

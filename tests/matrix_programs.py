@@ -1,4 +1,4 @@
-"""One small training for every way to train and every way to spread it over ranks; see test_matrix.py."""
+"""One small training for each way to train, on one process, under DDP and under FSDP2; run by test_matrix.py."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 KINDS = ["plain", "accumulate 3", "amp", "amp fused", "clip", "closure", "checkpoint", "compile"]
 SPREADS = ["single", "ddp", "fsdp2"]
 MICROS = {"accumulate 3": 3}
-CLIP = {"clip": 0.1, "amp": 0.1}  # one of them clips under a loss scale too
-RATE = {"amp fused": 0.0}  # fused SGD has no DTensor form; Adam at rate 0 needs no second implementation of Adam here
+CLIP = {"clip": 0.1, "amp": 0.1}  # "amp" clips under a loss scale
+RATE = {"amp fused": 0.0}  # fused SGD does not support DTensor; at rate 0 the expected values need no Adam
 
 
 class Checkpointed(nn.Sequential):
-    """The same layers, each in a checkpoint; state and names are those of a Sequential."""
+    """A Sequential that recomputes each layer's activations in the backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self:
@@ -29,7 +29,7 @@ class Checkpointed(nn.Sequential):
 
 
 def case(rank: int, world: int, *, spread: str, kind: str, steps: int) -> dict[str, Any]:
-    """Train and watch; returns what this rank has to say."""
+    """Train, watched, and return this rank's report."""
     layers = build()
     model: nn.Module = Checkpointed(*layers) if kind == "checkpoint" else layers
     if spread == "ddp":

@@ -1,4 +1,4 @@
-"""A watched training with metrics, and modules that several tests of them train."""
+"""Shared by the tests of the metrics: a watched training with metrics, and modules to train."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from wandb_gradwatch.metrics._metric import rules_of
 
 
 def watch(model: Any, metrics: Sequence[Any], **options: Any) -> tuple[Watcher, MemorySink]:
-    """watch() into memory with these metrics, every step sampled and flushed."""
+    """Call watch() with these metrics and a MemorySink; by default every step is sampled and flushed."""
     sink = MemorySink()
     options = {"sinks": [sink], "rules": rules_of(metrics), "sample_every": 1, "log_every": 1} | options
     return wandb_gradwatch.watch(model, metrics=metrics, **options), sink
 
 
 def values(watcher: Watcher, sink: MemorySink) -> dict[str, Any]:
-    """Every metric by key over the samples, without the package's own: [S]; the watcher is removed."""
+    """Remove the watcher and return each metric over the samples by key: [S], without the keys below gradwatch/."""
     watcher.remove()
     merged = sink.merged()
     assert merged is not None, "nothing was sampled"
@@ -41,7 +41,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], Tensor] = mean_square,
 ) -> None:
-    """One optimizer step per batch."""
+    """Train, with one optimizer step per batch."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches:
         optimizer.zero_grad()
@@ -58,14 +58,14 @@ def seen(
     loss: Callable[[Any], Tensor] = mean_square,
     **options: Any,
 ) -> dict[str, Any]:
-    """The `values` of a watched training."""
+    """Train, watched, and return the `values`."""
     watcher, sink = watch(model, metrics, **options)
     train(model, batches, optimizer=optimizer, loss=loss)
     return values(watcher, sink)
 
 
 class Passes(nn.Module):
-    """Puts out what it is given, and has something to train."""
+    """Multiply the input by a trainable gain of 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Passes(nn.Module):
 
 
 class SelfAttention(MonitorMixin, nn.Module):
-    """Two heads of four features, which are handed over, and a tensor beside them."""
+    """Attention with two heads of four features, which logs its attention and a second tensor, "gate"."""
 
     def __init__(self, mask: Tensor | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the ranks do in test_metrics_distributed.py: small trainings with probes under every kind of parallelism."""
+"""The programs that ranks run in the tests of metrics: small trainings with metrics under every kind of parallelism."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from wandb_gradwatch.sinks._history_row import HistoryRow
 
 
 def expected(world: int, steps: int, *, width: int = 5, same_batch: bool = False) -> dict[str, np.ndarray]:
-    """The whole training on one process in float64: the keys of Updates, Reference and rank 0's activations."""
+    """Compute in one process in float64: the values of Updates, Reference and rank 0's activations, by key."""
     model, first = build(width).double(), build(width).double()
     found: dict[str, list[float]] = {}
 
@@ -62,7 +62,7 @@ def expected(world: int, steps: int, *, width: int = 5, same_batch: bool = False
 
 
 def probes(model: nn.Module) -> list[Any]:
-    """Everything, with functions of one's own in every place that takes them."""
+    """Return metrics of parameters and activations, with custom functions wherever a metric takes functions."""
     return [
         Updates(),
         Reference(model, activations="^0$", functions={"largest": lambda t, r: (t - r).abs().max()}),
@@ -107,7 +107,7 @@ def fsdp2(rank: int, world: int, *, steps: int, watch_first: bool = False, mesh:
 
 
 def parameter_histograms(rank: int, world: int, *, steps: int, mesh: list[int]):
-    """Every window's histograms, and of each parameter as torch has it after the last update the sorted elements."""
+    """Train with parameter histograms; return those of every window, and the whole parameters after the last update."""
     model = shard(build(), mesh)
     watcher, sink = watch(model, [], log="all")
     train_ranks(model, rank, steps)
@@ -128,7 +128,7 @@ def fsdp1(rank: int, world: int, *, steps: int, original: bool):
 
 
 def tensor_parallel(rank: int, world: int, *, steps: int, local_output: bool):
-    """With the same batch on every rank."""
+    """Train with tensor parallelism, with the same batch on every rank."""
     said = collect_warnings()
     model = build(width=6)
     metrics = probes(model)
@@ -164,12 +164,12 @@ OPTIMIZED = {
 
 
 def optimized_alone(kind: str, *, world: int = 2, micros: int = 1) -> dict[str, np.ndarray]:
-    """On one process, with the batches of all ranks: the metrics of parameters by key."""
+    """Train in one process with the batches of all ranks; return the metrics of parameters by key."""
     return _optimized(build(), kind, range(world), micros)
 
 
 def optimized(rank: int, world: int, *, kind: str, micros: int = 1) -> dict[str, np.ndarray]:
-    """Under FSDP2, each rank with its own batch; what this rank knows once all is merged."""
+    """Train under FSDP2, each rank with its own batch; return this rank's metrics after the merge."""
     from torch.distributed.fsdp import fully_shard
 
     return _optimized(fully_shard(build()), kind, [rank], micros)
@@ -191,7 +191,7 @@ def _optimized(model: nn.Module, kind: str, ranks: Sequence[int], micros: int) -
 
 
 class Mixture(nn.Module):
-    """An attention and a router."""
+    """A model with attention and a router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Mixture(nn.Module):
 
 
 def forwards(rank: int, world: int, *, sharded: bool = True, steps: int = 3):
-    """Attention(), Router() and Activations() under FSDP2, the same batches on every rank; or on one process."""
+    """Train with metrics of attention, router and activations, the same batches on every rank; FSDP2 if `sharded`."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -222,7 +222,7 @@ SPECTRUM_STEPS = 16
 
 
 class Matrices(nn.Module):
-    """Two matrices whose gradients are matrices of our choice: 7 x 6, and a convolution's 5 x (2 * 3)."""
+    """Two parameters with chosen gradients: a 7 x 6 matrix, and a convolution's 5 x (2 * 3)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,11 +238,11 @@ class Matrices(nn.Module):
 
 
 def spectrum(rank: int, world: int, *, mesh: Sequence[int] = (), cut: int = 0, fsdp1: bool = False):
-    """Spectrum() of FSDP2's shards, merged after every step; without a mesh of the same training on one process.
+    """Train with Spectrum() under FSDP2, merged after every step; without a mesh the model is not sharded.
 
     Args:
-        cut: the dimension that the shards are cut along.
-        fsdp1: with FSDP1 instead.
+        cut: the dimension along which parameters are sharded.
+        fsdp1: use FSDP1 instead of FSDP2.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -286,19 +286,18 @@ def side_by_side(
     is_watched: bool = True,
     **options: Any,
 ):
-    """DDP with Ranks() and NoiseScale(), and what this rank's own gradients are in float64.
+    """Train under DDP with Ranks() and NoiseScale(); also compute this rank's own gradients in float64.
 
     Args:
-        flip_on: the rank whose parameters lose a bit before the fourth step.
-        late_on: the rank that comes 10 seconds late in every step, by its clock; it is a millisecond from each look at
-            the clock to the next.
-        nan_on: the rank whose batch of the last step is not a number.
-        sharded: with FSDP2 instead, over a mesh of this shape; of two dimensions the first has replicas.
-        by_hand: averaged after the backward.
-        scale: of a gradient scaler.
-        is_watched: whether there is a watcher at all.
-        script_ends: without remove(), so that nobody waits for the other ranks.
-        options: of DistributedDataParallel.
+        flip_on: the rank that has one bit of a parameter flipped before the fourth step.
+        late_on: the rank whose clock shows 10 seconds more in every step; each reading of a clock adds 1 ms.
+        nan_on: the rank whose first batch of the last step is NaN.
+        sharded: the shape of a mesh, (shards,) or (replicas, shards): use FSDP2 instead of DDP.
+        by_hand: average gradients after the backward instead of DDP.
+        scale: the loss scale of a GradScaler; 1: no GradScaler.
+        script_ends: end without the merge of remove(), as at the end of a script.
+        is_watched: False: remove the watcher before the training.
+        options: arguments of DistributedDataParallel.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -325,7 +324,7 @@ def side_by_side(
         if rank == flip_on and step == 3:
             with torch.no_grad():
                 part = getattr(model[0].weight, "_local_tensor", model[0].weight)
-                part.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 24)  # the exponent's second bit
+                part.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 24)  # a bit of the exponent
         lateness[0] += 10 * (rank == late_on)
         optimizer.zero_grad()
         batches = [batch_of(rank, step, micro) for micro in range(micros)]
@@ -348,7 +347,7 @@ def side_by_side(
         scaler.step(optimizer)
         scaler.update()
         if script_ends and step == 3:
-            watcher.flush()  # the first window is merged, and waited for
+            watcher.flush()  # waits until the first window is merged
     watcher._remove(merge=not script_ends)
     parameters = [] if sharded else [parameter.tolist() for parameter in model.parameters()]
     if not is_watched:

@@ -1,6 +1,6 @@
-"""Plant faults in the statistics, one at a time, and see that a test catches each: `python tests/mutate_kernel.py`.
+"""Plant faults in the measuring backends and check that a test catches each: `python tests/mutate_kernel.py [FILE ...]`.
 
-Not collected by pytest: it runs the tests many times over, in a copy of the package.
+Not collected by pytest: this script runs the tests once per fault, in a copy of the package.
 """
 
 # ruff: noqa: E501
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Fault(NamedTuple):
-    """One replacement of text, which must occur exactly `occurrences` times."""
+    """Replace the text `right`, which must occur exactly `occurrences` times in `file`, by `wrong`."""
 
     name: str
     file: str
@@ -89,7 +89,7 @@ FAULTS = (  # one line each, however long
 
 
 def is_caught(fault: Fault, healthy: Path) -> bool:
-    """Run the tests on a copy of a healthy tree with this fault; True if one fails."""
+    """Run the tests on a copy of the healthy tree with this fault; return whether a test fails."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "tree"
         shutil.copytree(healthy, copy)
@@ -101,7 +101,7 @@ def is_caught(fault: Fault, healthy: Path) -> bool:
         tests = ["tests/kernel_suite.py"]
         if fault.file not in (KERNEL, LAUNCH, PLAN):
             tests = ["tests/test_statistics_backends.py", "tests/test_statistics_cuda.py"]
-        # What a worker imports is the copy: its directory comes before anything that is installed.
+        # Workers import the copy, because its directory precedes installed packages.
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         if not torch.cuda.is_available():
             environment["TRITON_INTERPRET"] = "1"
@@ -114,7 +114,7 @@ def is_caught(fault: Fault, healthy: Path) -> bool:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        healthy = Path(directory)  # one copy for all faults: the tree may be edited meanwhile
+        healthy = Path(directory)  # copied once, because the tree may be edited meanwhile
         for name in ("wandb_gradwatch", "tests"):
             shutil.copytree(ROOT / name, healthy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", healthy)
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def run(healthy: Path, files: list[str]) -> int:
-    """Plant the faults of these files (all if none is named) and print what became of them; 0 if all were caught."""
+    """Plant the faults of these files, by default of all, print which are caught, and return 0 if all are."""
     if is_caught(Fault("nothing", KERNEL, "NUM_PARTIALS: Final = 9", "NUM_PARTIALS: Final = 9"), healthy):
         print("the tests fail without a fault")
         return 1

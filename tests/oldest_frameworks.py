@@ -1,10 +1,10 @@
-"""A watched training with each framework that is named, and one resumed from its checkpoint. No pytest, nothing else.
+"""Train with each named framework, watched, and once more from its checkpoint. Needs no pytest.
 
     python tests/oldest_frameworks.py lightning ignite transformers accelerate
     python tests/oldest_frameworks.py pytorch_lightning    # as if `lightning` were not installed
 
-For an environment with the oldest versions that pyproject.toml allows. What is named and cannot be imported fails.
-The batch is {3, 4} and the loss its inner product with the weights, so every gradient is {3, 4} and its norm 5.
+Run it in an environment with the oldest versions that pyproject.toml allows. A framework that is named but cannot be
+imported is a failure. The batch is {3, 4} and the loss its inner product with the weights: every gradient has norm 5.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ TRAININGS: dict[str, Callable[[], None]] = {
 
 def main(names: list[str]) -> None:
     if names == ["pytorch_lightning"]:
-        # An import of it fails, also where it has been imported before.
+        # Make the import of `lightning` fail, even if it has been imported before.
         sys.modules.update(
             dict.fromkeys(["lightning", *(name for name in sys.modules if name.startswith("lightning."))])
         )

@@ -1,9 +1,9 @@
-"""A watched training against the loopback server, with whatever torch and W&B are installed. No pytest, nothing else.
+"""Train, watched, with the installed torch and W&B against the loopback server. Needs no pytest.
 
     python tests/oldest_versions.py     # from an environment with the oldest versions that pyproject.toml allows
 
-Every ordinary thing that touches their insides is in it: hooks, accumulation, clipping, the loss scaler, a compiled
-optimizer step, rows beside the user's, histograms, the end of the run.
+Covers the features that depend on internals of torch and W&B: hooks, accumulation, clipping, the loss scaler, a
+compiled optimizer step, rows beside the user's own, histograms, and the end of the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def train(run: Any) -> None:
 
 
 def watch_a_compiled_step() -> None:
-    """torch < 2.7 traces into hooks unless it is switched off for them."""
+    """Watch a compiled optimizer step: torch < 2.7 traces into hooks unless tracing is disabled for them."""
     import torch
 
     import wandb_gradwatch

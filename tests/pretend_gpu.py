@@ -1,19 +1,18 @@
-"""GPUs that are not there: `pytest -p pretend_gpu` runs what asks for "cuda" on the CPU and reports what would wait.
+"""Simulated GPUs: `pytest -p pretend_gpu` runs code for "cuda" on the CPU and reports where the host would wait.
 
-Tensors of class Pretend compute on the CPU and say that they are on cuda:0 or cuda:1. So every branch of Python code
-for CUDA runs, with true numbers, and these rules are checked that the CPU does not know:
+Tensors of class Pretend compute on the CPU and report cuda:0 or cuda:1 as their device. The Python code for CUDA runs
+with its real results, and these rules of CUDA are checked:
 
-- What makes the host wait on CUDA (`item()`, a list or a mask as an index, a copy from memory that is not pinned, ...)
-  is noted in `GPU.waits`, and raises where `torch.cuda.set_sync_debug_mode("error")` asks for it.
-- A tensor of the host, or of another device, among those of a device is an error, and so is a kernel that is launched
+- Operations that make the host wait (`item()`, a list or a mask as an index, a copy from memory that is not pinned)
+  are recorded in `GPU.waits`, and raise after `torch.cuda.set_sync_debug_mode("error")`.
+- Operations on tensors of the host and of a device, or of two devices, are errors, and so are launches of a kernel
   while another device is current.
-- What one stream writes another must not touch before it has waited (pretend_streams.py).
-- Memory that the device writes to holds nonsense until an event after the copy has been asked and has said yes, which
-  it does at the second question; memory that the device reads must not change before that.
+- A stream must not touch memory that another stream writes without waiting for that stream (pretend_streams.py).
+- The target of an asynchronous copy to the host holds NaN until an event after the copy is complete, which the event
+  reports at the second query. The source of an asynchronous copy to the device must not change before that.
 
-Not shown: what the kernels do on a real device (Triton's interpreter runs them), what a backward does on which stream,
-operations whose CUDA implementation waits where the CPU's looks innocent and that are not in the list below, and every
-time.
+Not simulated: the kernels on a real device (Triton's interpreter runs them), the streams of a backward, CUDA operations
+that wait but are not listed below, and the time that anything takes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 CUDA: Final = torch.device("cuda", 0)
 OTHER: Final = torch.device("cuda", 1)
 
-# By name of the Python function: the host reads what the device has computed.
+# Names of Python functions that make the host wait, because they read values of the device.
 _READ_BY_THE_HOST: Final = {
     *["item", "tolist", "cpu", "nonzero", "masked_select", "unique", "unique_consecutive", "equal", "allclose"],
     *[
@@ -49,20 +48,20 @@ _READ_BY_THE_HOST: Final = {
         "coalesce",
     ],
 }
-# By name of the operation underneath, where a function of another name leads to it.
+# Names of ATen operations that do so and are called by functions of other names.
 _READ_UNDERNEATH: Final = {
     *["_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "is_nonzero"],
     *["equal", "bincount", "argwhere", "_coalesce", "repeat_interleave", "histc"],
 }
 
 
-# In floats, on CUDA.
+# Functions without a deterministic CUDA implementation for floating point.
 _NOT_DETERMINISTIC: Final = {"cumsum", "histc", "median", "kthvalue", "put_"}
 
 
 @dataclass
 class _Copy:
-    """A copy that the device has been told to make."""
+    """An asynchronous copy that the device has not finished; `done` finishes it."""
 
     done: Callable[[], None]
 
@@ -72,12 +71,12 @@ class _Machine:
     mode: str = "default"
     waits: list[str] = field(default_factory=list)
     pending: list[_Copy] = field(default_factory=list)
-    num_questions: int = 0  # to events
-    num_pinned: int = 0  # allocations of pinned memory
+    num_questions: int = 0  # number of Event.query() calls
+    num_pinned: int = 0  # number of allocations of pinned memory
     current: torch.device = CUDA
 
     def wait(self, what: str) -> None:
-        """The host waits for the device, or would."""
+        """Record that the host waits for the device; raise or warn as set_sync_debug_mode() says."""
         self.waits.append(what)
         if self.mode == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
@@ -85,7 +84,7 @@ class _Machine:
             warnings.warn(f"called a synchronizing CUDA operation: {what}", stacklevel=2)
 
     def finish(self, number: int | None = None) -> None:
-        """The device has made its first copies, or all."""
+        """Finish the first `number` pending copies, by default all."""
         number = len(self.pending) if number is None else number
         if number == len(self.pending):
             STREAMS.host_has_seen_all()
@@ -106,7 +105,7 @@ class _Underneath(TorchDispatchMode):
 
 
 def pretend(tensor: Tensor, device: torch.device = CUDA) -> Pretend:
-    """The same object, on the device."""
+    """Turn a tensor into a Pretend in place, on the device."""
     if not isinstance(tensor, Pretend):
         tensor.__class__ = Pretend
         tensor._where = device  # type: ignore[attr-defined]
@@ -114,13 +113,13 @@ def pretend(tensor: Tensor, device: torch.device = CUDA) -> Pretend:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The same memory, on the host."""
+    """Return a plain tensor that shares the memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
 
 
 class Pretend(Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor on the CPU that reports a GPU as its device."""
 
     _is_param = False
     _where = CUDA
@@ -140,7 +139,7 @@ class Pretend(Tensor):
         return None if gradient is None else pretend(gradient, self._where)
 
     def record_stream(self, _: Any) -> None:  # type: ignore[override]
-        """Memory is not used again too early here: nothing to remember."""
+        """Do nothing: there is no caching allocator that could reuse the memory too early."""
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -152,7 +151,7 @@ class Pretend(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name == "backward":  # hooks run in there, and their tensors are on the device too
+        if name == "backward":  # hooks run inside, and their tensors must be Pretend too
             with torch._C.DisableTorchFunctionSubclass():
                 root = args[0].view_as(args[0])
             return root.backward(*args[1:], **kwargs)
@@ -179,7 +178,7 @@ class Pretend(Tensor):
         devices = {t.device for t in tensors}
         assert len(devices) == 1 or name.startswith("_foreach"), f"{name}: tensors are on {devices}"
         device = _known_device(kwargs.pop("device", None) or tensors[0].device)
-        # A dispatch mode keeps operations on lists from counting versions up.
+        # Under a dispatch mode, operations on lists do not increase the version counters of their tensors.
         looks = contextlib.nullcontext() if name.startswith(("_foreach", "_fused", "_amp")) else _Underneath()
         with torch._C.DisableTorchFunctionSubclass(), looks:
             result = func(*args, **kwargs)
@@ -192,7 +191,7 @@ class Pretend(Tensor):
 
 
 def _queue(name: str, arguments: list[Tensor], results: list[Tensor]) -> None:
-    """An operation goes to its device's current stream. One that makes views only is none."""
+    """Queue an operation on its device's current stream, unless it only makes views."""
     if not arguments or (name.startswith("_") and name not in ("__setitem__",) and not name.startswith("__i")):
         return
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
@@ -206,7 +205,7 @@ def _queue(name: str, arguments: list[Tensor], results: list[Tensor]) -> None:
 
 
 def _known_device(device: Any) -> torch.device:
-    """The current one where the user only said "cuda"."""
+    """Return the device, which for plain "cuda" is the current one."""
     device = torch.device(device)
     return GPU.current if device.type == "cuda" and device.index is None else device
 
@@ -220,7 +219,7 @@ def _check_index(index: Any) -> None:
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """What copy_ does, later where the device does it."""
+    """Do what copy_ does; an asynchronous copy to the host is finished later."""
     to_device, from_device = isinstance(target, Pretend), isinstance(source, Pretend)
     where = target.device if to_device else source.device
     if to_device or from_device:
@@ -248,7 +247,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _move(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
-    """What to() does; without a device among the arguments it stays where it is."""
+    """Do what to() does; without a device argument the tensor stays on its device."""
     device: Any = kwargs.pop("device", None)
     rest = list(args)
     if rest and (isinstance(rest[0], str | torch.device)):
@@ -272,7 +271,7 @@ def _move(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any)
         return moved
     with torch._C.DisableTorchFunctionSubclass():
         moved = result.clone()
-    if here and non_blocking:  # torch pins what it copies into, and the host must not read it yet
+    if here and non_blocking:  # torch copies to new pinned memory, which is not valid yet
         return _on_its_way(pretend(moved, tensor.device))
     if not non_blocking or not getattr(tensor, "pinned", False):
         GPU.wait("to() that is not asynchronous, or not from pinned memory")
@@ -290,7 +289,7 @@ def _on_its_way(source: Tensor) -> Tensor:
     return _copy(target, source, non_blocking=True)
 
 
-# ---- what replaces torch's own
+# ---- replacements of torch's functions
 
 _TENSOR: Final[dict[str, Any]] = {name: getattr(Tensor, name) for name in ("to", "copy_", "cuda", "pin_memory")}
 _FACTORIES: Final = [
@@ -377,7 +376,7 @@ def _module_to(original: Any) -> Callable[..., nn.Module]:
 
 
 class Event:
-    """Says yes at the second question, as the last of a device that is behind."""
+    """An event that is complete at the second query, as if the device lagged behind."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._behind, self._questions, self._recorded = 0, 0, False
@@ -400,7 +399,7 @@ class Event:
         return not self._recorded or self._questions > 1
 
     def synchronize(self) -> None:
-        GPU.waits.append("Event.synchronize()")  # torch's own debugging does not see it
+        GPU.waits.append("Event.synchronize()")  # set_sync_debug_mode() does not detect it
         self._questions = 1
         self._finish()
 
@@ -432,7 +431,7 @@ def _synchronize(*_: Any) -> None:
 
 
 def _grouped(original: Any) -> Callable[..., Any]:
-    """torch groups tensors by the device that its own code sees."""
+    """Group Pretend tensors by device: torch's own code takes them for tensors on the CPU."""
 
     def group(lists: Any, with_indices: bool = False) -> Any:
         firsts = lists[0]
@@ -451,7 +450,7 @@ def _grouped(original: Any) -> Callable[..., Any]:
 
 
 def _in_the_interpreter(original: Any) -> Callable[..., Any]:
-    """Triton's interpreter copies what is on a device; here there is nothing to copy."""
+    """Pass plain tensors to Triton's interpreter, which would try to copy tensors of a GPU to the host."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Pretend)]
@@ -466,7 +465,7 @@ def _in_the_interpreter(original: Any) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Put the device into this process, for good."""
+    """Replace torch's CUDA functions in this process, permanently."""
     import torch.optim.optimizer as optimizers
     import torch.utils._foreach_utils as foreach
     from torch.nn.utils import clip_grad
@@ -487,7 +486,7 @@ def install() -> None:
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.is_current_stream_capturing = lambda: False
     cuda.device_count, cuda.current_device = lambda: 2, lambda: GPU.current.index
-    # The host's generator stands in for the device's.
+    # The CPU's random number generator replaces that of the device.
     cuda.get_rng_state, cuda.set_rng_state = (
         lambda *_: torch.get_rng_state(),
         lambda state, *_: torch.set_rng_state(state),
@@ -511,12 +510,12 @@ def install() -> None:
 
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
-    """Fail if the host waits in here, Event.synchronize() included."""
+    """Fail if the host waits inside the context, including by Event.synchronize()."""
     before = len(GPU.waits)
     yield
     assert GPU.waits[before:] == []
 
 
 def pytest_configure(config: Any) -> None:
-    """A pytest plugin: `-p pretend_gpu`."""
+    """Install the simulated GPUs: this module is a pytest plugin."""
     install()

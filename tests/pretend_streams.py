@@ -1,8 +1,8 @@
-"""Streams of the pretended GPU: who may touch which memory without waiting for whom.
+"""Streams of the simulated GPU, with detection of races between streams.
 
-A stream is a number of things to do in their order, and knows how far each other one has got at least: from
-`wait_stream`, `wait_event`, and from what the host waited for. Memory that one stream wrote, and another touches
-without knowing so, is a race: on a device its result depends on the time of day.
+A stream is a counter of operations in order. Each stream has a vector clock: the operations of other streams that are
+certainly complete, from `wait_stream`, `wait_event` and waits of the host. An access to memory that another stream has
+used, with a write among the two, is a race if the other operation is not in the clock.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _Progress = dict["Stream", int]
 
 
 class Stream:
-    """What is used of `torch.cuda.Stream`."""
+    """The part of `torch.cuda.Stream` that the package uses."""
 
     _numbers = itertools.count(7)
 
     def __init__(self, device: torch.device | int = 0, **_: Any) -> None:
         self.device = torch.device("cuda", device if isinstance(device, int) else device.index or 0)
         self.cuda_stream = next(self._numbers)
-        self.done = 0  # things to do so far
+        self.done = 0  # number of operations queued so far
         self.knows: _Progress = {}
 
     def wait_stream(self, other: Stream) -> None:
@@ -39,7 +39,7 @@ class Stream:
         STREAMS.host_has_seen(self.progress())
 
     def progress(self) -> _Progress:
-        """How far it and what it knows of have got."""
+        """Return the number of operations of each stream that precede this stream's next operation."""
         return {**self.knows, self: self.done}
 
     def wait(self, progress: _Progress) -> None:
@@ -52,7 +52,7 @@ def _learn(known: _Progress, news: _Progress) -> None:
 
 
 class _Memory:
-    """Who touched it last. Holds the storage, so that no other memory can lie at its address."""
+    """The last accesses to a storage. Keeps the storage alive, so that its address is not reused."""
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
@@ -61,7 +61,7 @@ class _Memory:
 
 
 class Streams:
-    """All of them, which is current on each device, and the memory that they have touched."""
+    """The current stream of each device, and the accesses to memory."""
 
     _MAX_KEPT: Final = 5000
 
@@ -88,7 +88,7 @@ class Streams:
             self._current[stream.device.index] = before
 
     def host_has_seen(self, progress: _Progress) -> None:
-        """What is queued from now on comes after this, on whatever stream."""
+        """Note that operations queued from now on, on any stream, come after `progress`."""
         _learn(self._host_knows, progress)
 
     def host_has_seen_all(self) -> None:
@@ -98,10 +98,10 @@ class Streams:
             _learn(self._host_knows, memory.read)
 
     def touch(self, device: torch.device, reads: list[Tensor], writes: list[Tensor], what: str) -> None:
-        """Something is queued on the device's current stream.
+        """Queue an operation on the device's current stream.
 
         Raises:
-            AssertionError: it races with another stream.
+            AssertionError: the operation races with one on another stream.
         """
         stream = self.current(device.index)
         stream.done += 1

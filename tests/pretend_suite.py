@@ -1,4 +1,4 @@
-"""What the pretended GPU notices, and the window on it. Run by test_gpu_dry.py with `-p pretend_gpu`."""
+"""Tests of the simulated GPU, and of the package on it. Run by test_gpu_dry.py with `-p pretend_gpu`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_window_that_goes_on_on_another_stream_waits_for_the_one_before():
     counts = torch.ones((3, NUM_BINS), device="cuda", dtype=torch.int64)
     rows = [rows_of(value) for value in range(4)]
     for step, stream in ((1, torch.cuda.current_stream()), (2, side), (3, torch.cuda.current_stream())):
-        stream.wait_stream(torch.cuda.current_stream())  # for the rows; for the window it is the window's business
+        stream.wait_stream(torch.cuda.current_stream())  # orders the rows; the window must order its own memory
         with torch.cuda.stream(stream):
             window.write([0, 1, 2], Measurement(rows[step], counts))
             window.commit(Sample(step, False, ()))
@@ -134,8 +134,8 @@ def test_samples_land_in_memory_that_is_there_already():
         window.commit(Sample(step, False, ()))
         kept += window.poll()
     kept += window.poll(wait=True)
-    assert pretend_gpu.GPU.num_pinned == pinned  # two from the beginning, and one more would be one too many
-    # What has arrived stays what it was when its memory is landed in again.
+    assert pretend_gpu.GPU.num_pinned == pinned  # no allocation after the first sample
+    # Samples that have arrived do not change when later samples reuse the pinned memory.
     assert [sample.rows[2, 5] for sample in kept] == list(range(1, 21))
 
 
@@ -187,7 +187,7 @@ def test_index_tables_are_uploaded_on_each_stream_that_reads_them():
     gradient, side = torch.ones(3001, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     for backend in ("cuda", "torch"):
-        measure([gradient], None, histogram=True, backend=backend)  # after what the other stream has waited for
+        measure([gradient], None, histogram=True, backend=backend)  # queued after the side stream has waited
         with torch.cuda.stream(side):
             assert measure([gradient], None, histogram=True, backend=backend).rows[0, Column.GRAD_SUM].item() == 3001
 
@@ -269,7 +269,7 @@ def test_the_benchmark_of_the_kernels_runs_and_writes_its_table(tmp_path):
     assert "ailed" not in text
     readme.write_text(f"{kernel.BEGIN}\n{kernel.END}\n")
     assert kernel.main(["--results", str(results), "--readme", str(readme)]) == 0
-    assert readme.read_text() in text  # the same table, where it was not measured
+    assert readme.read_text() in text  # the README has the same table
 
 
 def test_a_part_of_the_benchmark_that_fails_is_named_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
@@ -281,7 +281,7 @@ def test_a_part_of_the_benchmark_that_fails_is_named_and_the_rest_goes_on(tmp_pa
     def is_wrong_in_float32(gradients, parameters):
         assert gradients[0].dtype is not torch.float32, "a number is wrong"
 
-    right = kernel.measure  # the kernels themselves are not what this is about
+    right = kernel.measure  # this test does not need the kernels
     monkeypatch.setattr(kernel, "measure", lambda *args, **kwargs: right(*args, **{**kwargs, "backend": "torch"}))
     monkeypatch.setattr(kernel, "measure_received", fails)
     monkeypatch.setattr(kernel, "check", is_wrong_in_float32)
@@ -299,7 +299,7 @@ def test_a_part_of_the_benchmark_that_fails_is_named_and_the_rest_goes_on(tmp_pa
     text = readme.read_text()
     assert "Failed: a step: OutOfMemoryError: CUDA out of memory." in text
     assert "| failed |" in text
-    assert "is_wrong_in_float32" in capsys.readouterr().err  # the traceback
+    assert "is_wrong_in_float32" in capsys.readouterr().err  # from the traceback
 
 
 def test_the_targets_are_those_that_were_asked_and_a_missed_one_is_called_so():
@@ -325,7 +325,7 @@ def test_the_targets_are_those_that_were_asked_and_a_missed_one_is_called_so():
 def test_kernels_are_compiled_in_the_background_and_can_be_waited_for(world, monkeypatch):
     from wandb_gradwatch._measure import cuda_launch
 
-    door = sys.modules["wandb_gradwatch._watch"]  # the package has a function of the same name
+    door = sys.modules["wandb_gradwatch._watch"]
     asked, may_go_on = [], threading.Event()
 
     def warm_up(device, dtypes, *, goes_on, **options):
@@ -336,7 +336,7 @@ def test_kernels_are_compiled_in_the_background_and_can_be_waited_for(world, mon
     monkeypatch.setattr(door, "world_size", lambda: world)
     model = torch.nn.Linear(2, 2, dtype=torch.bfloat16).cuda()
     watcher = door.watch(model, sinks=[MemorySink()], sample_every=1, rules=[])
-    assert asked == []  # watch() has not waited
+    assert asked == []  # watch() did not wait
     may_go_on.set()
     door.wait_for_kernels()
     assert asked == [(pretend_gpu.CUDA, [torch.bfloat16], True, world > 1)]

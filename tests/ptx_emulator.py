@@ -1,12 +1,11 @@
-"""PTX executed on the CPU, instruction by instruction: enough of it for what Triton makes of the kernels.
+"""An emulator of the part of PTX that Triton generates for the kernels, instruction by instruction on the CPU.
 
-All programs of a launch run side by side, each with its own shared memory: a register is an array [threads], threads of
-all programs. Of those that are not finished, the ones that are furthest behind execute the next instruction. What a GPU
-would not forgive is an error:
+All programs of a launch run at the same time, each with its own shared memory. A register is an array [T] over the
+threads of all programs. The unfinished threads that are furthest behind execute the next instruction. Errors are:
 
-- an access outside the buffers that the emulator was told of, or not a multiple of its size;
-- shared memory that two warps touch, one of them writing, without a barrier between (atomics among themselves may);
-- a barrier, a shuffle or a vote that not all threads reach together; an assertion of the device that fails.
+- an access outside the buffers of `Memory`, or at an address that is not a multiple of the access's size;
+- accesses of two warps to shared memory without a barrier between them, if one of them writes (except two atomics);
+- a barrier, a shuffle or a vote that not all threads reach together; a failed device assertion.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch
 # T threads of all programs
 
 WARP: Final = 32
-THREADS: Final = 128  # of a program: Triton's four warps
-_SHARED_BYTES: Final = 16_384  # of a program; what Triton allocates lies at the end
+THREADS: Final = 128  # per program: four warps
+_SHARED_BYTES: Final = 16_384  # per program; Triton's own allocation is at the end, from _DYNAMIC
 _DYNAMIC: Final = 12_288
 
 Array = np.ndarray[Any, Any]
@@ -37,15 +36,15 @@ _TYPES: Final = {
 
 
 class PtxError(AssertionError):
-    """What the program did is wrong on a GPU, or unknown here."""
+    """The program does something that is an error on a GPU, or that the emulator does not support."""
 
 
 class Instruction(NamedTuple):
-    """One line.
+    """One instruction.
 
     Args:
-        guard: the predicate that decides which threads execute it, and what it must be; None: all.
-        name: its parts: ("add", "f32").
+        guard: a predicate register and the value that it has in threads that execute the instruction; None: all do.
+        name: the parts of the name: ("add", "f32").
     """
 
     guard: tuple[str, bool] | None
@@ -55,17 +54,17 @@ class Instruction(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A kernel."""
+    """A parsed kernel."""
 
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
-    tables: dict[str, tuple[str, ...]]  # of labels
+    tables: dict[str, tuple[str, ...]]  # branch tables, as labels
     parameter_names: tuple[str, ...]
 
 
 @lru_cache(maxsize=64)
 def parse(ptx: str) -> Program:
-    """Read the only kernel of a PTX module."""
+    """Parse a PTX module with one kernel."""
     entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", ptx, re.S)
     assert entry is not None
     names = tuple(part.split()[-1] for part in entry.group(1).split(",") if part.strip())
@@ -80,7 +79,7 @@ def parse(ptx: str) -> Program:
     labels: dict[str, int] = {}
     for statement in body.split(";"):
         text = " ".join(statement.split())
-        while label := re.match(r"(?:(\$?\w+):|[{}])\s*", text):  # a label, or a brace of a block
+        while label := re.match(r"(?:(\$?\w+):|[{}])\s*", text):  # a label or a brace
             if label.group(1):
                 labels[label.group(1)] = len(instructions)
             text = text[label.end() :]
@@ -107,20 +106,20 @@ def _instruction(text: str) -> Instruction:
 
 
 class Memory:
-    """Global memory: the buffers of this process that a launch may touch."""
+    """Global memory: the buffers that a launch may access."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, Array] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Let launches touch a contiguous tensor's elements."""
+        """Let launches access the elements of a contiguous tensor."""
         if tensor.numel():
             flat = tensor.detach().reshape(-1)
             assert flat.data_ptr() == tensor.data_ptr()
             self._buffers[tensor.data_ptr()] = flat.view(torch.uint8).numpy()
 
     def load(self, addresses: Array, size: int, text: str) -> Array:
-        """The bytes at each address: [T, size]."""
+        """Return the bytes at each address: [T, size]."""
         found = np.empty((len(addresses), size), dtype=np.uint8)
         for buffer, mine, places in self._places(addresses, size, text):
             found[mine] = buffer[places[:, None] + np.arange(size)]
@@ -153,12 +152,13 @@ class Memory:
 
 
 class _Shared:
-    """Shared memory of every program, and who touched which word since the last barrier."""
+    """The shared memory of every program, and the warps that have used each word since the last barrier."""
 
     def __init__(self, num_programs: int) -> None:
         self.bytes = np.zeros((num_programs, _SHARED_BYTES), dtype=np.uint8)
         words = (num_programs, _SHARED_BYTES // 4)
-        self.writer, self.reader = np.full(words, -1), np.full(words, -1)  # a warp; -2: an atomic; -3: several warps
+        # The number of a warp; -1: none; -2: an atomic; -3: several warps
+        self.writer, self.reader = np.full(words, -1), np.full(words, -1)
 
     def barrier(self, programs: Array) -> None:
         self.writer[programs] = self.reader[programs] = -1
@@ -195,12 +195,12 @@ class _Shared:
 
 
 class Launch:
-    """One launch, run to its end by `run`.
+    """A launch of a kernel; `run` executes it to its end.
 
     Args:
-        ptx: of the kernel.
-        num_programs: in one dimension.
-        arguments: of the kernel: numbers, and addresses of `memory`.
+        ptx: the PTX of the kernel.
+        num_programs: the number of programs, in a one-dimensional grid.
+        arguments: the arguments of the kernel: numbers, and addresses in `memory`.
     """
 
     def __init__(self, ptx: str, num_programs: int, arguments: Sequence[int], memory: Memory) -> None:
@@ -214,9 +214,9 @@ class Launch:
         }
         named = dict(
             zip(self._program.parameter_names, arguments, strict=False)
-        )  # scratch that nobody reads may follow
+        )  # Triton may append parameters for scratch memory, which are not read
         self._arguments = {name: named.get(name, 0) for name in self._program.parameter_names}
-        self._missing: dict[str, set[int]] = {}  # parts of a register that were packed before they were written
+        self._missing: dict[str, set[int]] = {}  # by register: packed parts that have no value yet
         self._shared = _Shared(num_programs)
         self._places = {"global_smem": _DYNAMIC, "gradwatch_cells": 0}
         self._at = np.zeros(len(thread), dtype=np.int64)
@@ -263,7 +263,7 @@ class Launch:
     # ---- operands
 
     def _read(self, operand: str, kind: str, active: Array) -> Array:
-        """An operand as this type: [active threads]."""
+        """Return an operand as this type: [active threads]."""
         number = int(active.sum())
         if self._missing.get(operand):
             raise PtxError(f"a part of {operand} is read before it is written")
@@ -289,7 +289,7 @@ class Launch:
         return np.full(number, bits.view(dtype)[0])
 
     def _read_packed(self, operand: str, kind: str, active: Array) -> tuple[Array, set[int]]:
-        """An operand, and which of its parts are not written: they may be worked on, but not used."""
+        """Return an operand and its unwritten parts, which may be copied but not read."""
         missing = self._missing.pop(operand, set())
         values = self._read(operand, kind, active)
         self._missing[operand] = missing
@@ -324,7 +324,7 @@ class Launch:
         operation = _OPERATIONS.get(name[0])
         if operation is None or {"hi", "ftz", "sat", "NaN"}.intersection(name):
             raise PtxError(f"unknown: {text}")
-        if kind == "f32x2":  # of Blackwell: two at once
+        if kind == "f32x2":  # Blackwell: two float32 at once
             found = [self._read_packed(operand, "b64", active) for operand in operands[1:]]
             pairs = [values.view(np.float32).reshape(-1, 2) for values, _ in found]
             self._write(operands[0], np.ascontiguousarray(operation(*pairs)).view(np.uint64)[:, 0], active)
@@ -385,7 +385,7 @@ class Launch:
             self._memory.add_atomically(addresses, values, text)
 
     def _atom(self, name: Sequence[str], operands: Sequence[str], active: Array, text: str) -> None:
-        self._red(name, operands[1:], active, text)  # nobody asks what was there before: then it would be missing
+        self._red(name, operands[1:], active, text)  # does not return the previous value
         self._registers.pop(operands[0], None)
 
     def _mov(self, name: Sequence[str], operands: Sequence[str], active: Array, text: str) -> None:
@@ -503,7 +503,7 @@ def _shift_right(value: Array, by: Array) -> Array:
 
 
 def _multiply_add(a: Array, b: Array, c: Array) -> Array:
-    """Rounded once: float32 in float64, float64 in what the host has above it."""
+    """Multiply and add with one rounding: float32 in float64, float64 in the host's long double."""
     wider = {"f4": np.float64, "f8": np.longdouble}.get(a.dtype.str[1:])
     return a * b + c if wider is None else (a.astype(wider) * b + c).astype(a.dtype)
 

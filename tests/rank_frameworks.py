@@ -1,4 +1,4 @@
-"""What the ranks do in test_framework_ranks.py: the same small training under each framework, with one bad batch."""
+"""The programs that ranks run in test_framework_ranks.py: one training in each framework, with one bad batch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ BAD = 9  # the step, from 0, whose first micro-batch is 1000 times too large, on
 
 
 def data(rank: int, world: int) -> torch.Tensor:
-    """This rank's micro-batches in order: [steps * accumulate, 4, 4]."""
-    made = batches(STEPS * ACCUMULATE * world)  # samplers give them to ranks in turn
+    """Return this rank's micro-batches in order: [steps * accumulate, 4, 4]."""
+    made = batches(STEPS * ACCUMULATE * world)  # samplers distribute them over the ranks in turn
     made[BAD * ACCUMULATE * world + 1] *= 1000.0
     return made[rank::world]
 
 
 @contextlib.contextmanager
 def launched(rank: int, world: int) -> Iterator[None]:
-    """As torchrun tells a process which one it is."""
+    """Set the environment variables that torchrun sets for a rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused: the process group exists already
     yield
 
 
@@ -46,7 +46,7 @@ def report(model: torch.nn.Module, expected: Recomputed, memory: MemorySink) -> 
 
 
 def hugging_face(rank: int, world: int, *, folder: str, resume: int | None = None) -> dict[str, Any]:
-    """The Trainer with accumulation, its own clipping, and a checkpoint at every fifth step."""
+    """Train with the Trainer, with accumulation, the Trainer's clipping, and a checkpoint at every fifth step."""
     with launched(rank, world):
         from test_transformers import Net, trainer_of
 
@@ -54,7 +54,7 @@ def hugging_face(rank: int, world: int, *, folder: str, resume: int | None = Non
 
         memory, alerts = MemorySink(), []
         model = Net()
-        # Compared bit for bit: not by loops that one rank has compiled earlier than the other.
+        # Results are compared bit for bit, and ranks may finish compiling the loops of "auto" at different steps.
         options = {"sinks": [memory], "backend": "cpu", "on_alert": lambda alert: alerts.append(alert.title)}
         trainer = trainer_of(
             Path(folder),
@@ -78,7 +78,7 @@ def hugging_face(rank: int, world: int, *, folder: str, resume: int | None = Non
 
 
 def accelerate(rank: int, world: int) -> dict[str, Any]:
-    """The recipe of two lines, with accumulation and clipping."""
+    """Train with Accelerate, with accumulation and clipping, watched by watch() and remove()."""
     with launched(rank, world):
         from accelerate import Accelerator
 

@@ -1,4 +1,4 @@
-"""What the ranks do in test_distributed.py: small trainings under every kind of parallelism, one watch() line each."""
+"""The programs that ranks run in test_distributed.py: small watched trainings under every kind of parallelism."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEARNING_RATE = 0.1
 
 
 def build(width: int = 5) -> nn.Module:
-    """A small MLP, the same on every rank. 5 and 3 rows do not divide evenly over 2 or 4 ranks."""
+    """Return a small MLP, the same on every rank. Its 5 and 3 rows do not divide evenly over 2 or 4 ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, 1))
 
@@ -37,7 +37,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def shard(model: nn.Module, mesh: Sequence[int], **options: Any) -> nn.Module:
-    """FSDP2 of each linear layer and of the rest, over [shards] or [replicas, shards] ranks."""
+    """Apply FSDP2 to each linear layer and to the root, over a mesh of [shards] or [replicas, shards] ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -50,7 +50,7 @@ def shard(model: nn.Module, mesh: Sequence[int], **options: Any) -> nn.Module:
 
 
 def shard1(model: nn.Module, original: bool) -> nn.Module:
-    """FSDP1 of each linear layer, with its original parameters or one flat one."""
+    """Apply FSDP1 to each linear layer, with its original parameters or one flat parameter."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -60,9 +60,9 @@ def shard1(model: nn.Module, original: bool) -> nn.Module:
 
 
 def split(model: nn.Module, world: int, *, local_output: bool = True) -> nn.Module:
-    """Tensor parallel: one linear layer split by rows, the next by columns, the last one whole on every rank.
+    """Apply tensor parallelism: the first linear layer is split by rows, the next by columns, the last is replicated.
 
-    The model's width must be even: DTensor's own backward needs even shards here.
+    The model's width must be even, because DTensor's backward needs even shards here.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -80,7 +80,7 @@ def expected(
     width: int = 5,
     learning_rate: float = LEARNING_RATE,
 ) -> dict[str, np.ndarray]:
-    """The whole training on one process in float64: gradients averaged over ranks, summed over micro-batches."""
+    """Compute the training in one process in float64: gradients are averaged over ranks, summed over micro-batches."""
     model = build(width).double()
     norms, clipped = [], []
     for step in range(steps):
@@ -100,7 +100,7 @@ def expected(
 
 
 def report(watcher: Any, sink: Any) -> dict[str, Any]:
-    """Remove the watcher; what this rank has to say."""
+    """Remove the watcher and return what this rank has measured."""
     watcher.remove()
     snapshot = watcher.latest if not sink.snapshots else sink.merged()
     assert snapshot is not None
@@ -184,7 +184,7 @@ def fsdp2(
     offload: bool = False,
     group: int | None = None,
 ):
-    """`group`: ranks are merged over groups of this size, as large jobs are."""
+    """Train under FSDP2; `group` is the size of the groups in which ranks are merged, as in large jobs."""
     import wandb_gradwatch._pipeline.rank_merge as reduction
 
     reduction.GROUP = group or GROUP
@@ -224,11 +224,11 @@ def tensor_parallel(rank: int, world: int, *, steps: int, watch_first: bool = Fa
     split(model, world)
     if not watch_first:
         watcher, sink = watch(model)
-    # Foreach cannot mix plain tensors and DTensors: the last layer is plain.
+    # Foreach cannot mix plain tensors and DTensors, and the last layer has plain tensors.
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, foreach=False)
     for step in range(steps):
         optimizer.zero_grad()
-        loss_of(model, batch_of(0, step)).backward()  # every rank sees the same batch
+        loss_of(model, batch_of(0, step)).backward()  # the same batch on every rank
         optimizer.step()
     return report(watcher, sink)
 
@@ -241,7 +241,7 @@ def fsdp1(rank: int, world: int, *, steps: int, original: bool, clip: float | No
 
 
 def fsdp1_loss_scale(rank: int, world: int, *, steps: int, clip: float | None = None):
-    """FSDP1 with its own gradient scaler, which overrides the methods of the ordinary one."""
+    """Train under FSDP1 with its own gradient scaler, which overrides methods of torch.amp.GradScaler."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -261,7 +261,7 @@ def fsdp1_loss_scale(rank: int, world: int, *, steps: int, clip: float | None = 
 
 
 def nan_on_one_rank(rank: int, world: int, *, in_backward: tuple[int, ...], after_it: tuple[int, ...]):
-    """In the third of four steps these ranks' shards of one layer's gradient get a NaN."""
+    """Put NaN into these ranks' shards of one layer's gradient in the third of four steps."""
     from torch.distributed.fsdp import fully_shard
 
     model = build()
@@ -284,7 +284,7 @@ def nan_on_one_rank(rank: int, world: int, *, in_backward: tuple[int, ...], afte
 
 
 def used_on_one_rank_only(rank: int, world: int, *, steps: int):
-    """DDP with unused parameters: a branch that only rank 0 takes."""
+    """Train under DDP with unused parameters: only rank 0 uses one branch of the model."""
 
     class Branching(nn.Module):
         def __init__(self) -> None:
@@ -308,7 +308,7 @@ def used_on_one_rank_only(rank: int, world: int, *, steps: int):
 
 
 def own_parts(rank: int, world: int, *, inf: bool = False, same_name: bool = False, frozen: bool = False):
-    """Each rank has a layer of its own, with a gradient of 3 on rank 0 and 4 on rank 1, as pipeline stages have."""
+    """Train a different layer on each rank, like pipeline stages, with a gradient of 3 on rank 0 and 4 on rank 1."""
     model = nn.Module()
     size = rank + 1 if same_name else 1
     model.register_parameter("layer" if same_name else f"layer{rank}", nn.Parameter(torch.ones(size)))
@@ -323,13 +323,13 @@ def own_parts(rank: int, world: int, *, inf: bool = False, same_name: bool = Fal
         gradient[0] = float("inf") if inf and rank == 1 and step == 2 else 3.0 + rank
         (next(model.parameters()) * gradient).sum().backward()
         handed_on = torch.zeros(1)
-        dist.all_reduce(handed_on)  # stages wait for each other
+        dist.all_reduce(handed_on)  # pipeline stages wait for each other
         optimizer.step()
     return report(watcher, sink) | {"said": said}
 
 
 def two_watchers_of_one_run(rank: int, world: int, *, steps: int, kind: str):
-    """Two models with equal names, sharded or replicated, and a run on rank 0 alone; "ddp": elsewhere no sinks."""
+    """Watch two models with equal names, sharded or replicated ("ddp"), with a W&B run on rank 0 only."""
     import wandb
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -358,7 +358,7 @@ def two_watchers_of_one_run(rank: int, world: int, *, steps: int, kind: str):
 
 
 def rank_that_watches_something_else(rank: int, world: int, *, steps: int):
-    """The ranks watch different parameters: nothing hangs, it is said once, each rank keeps its own numbers."""
+    """Watch different parameters on each rank: no rank hangs, one warning is logged, each rank has its own numbers."""
     from torch.distributed.fsdp import fully_shard
 
     said = collect_warnings()
@@ -370,7 +370,7 @@ def rank_that_watches_something_else(rank: int, world: int, *, steps: int):
 
 
 def rank_that_does_not_watch(rank: int, world: int, *, steps: int):
-    """Rank 1 never calls watch(): rank 0 waits within its limit, off the training's path, and says so."""
+    """Call watch() on rank 0 only: rank 0 waits in the background until its time limit, and logs a warning."""
     from datetime import timedelta
 
     from torch.distributed.fsdp import fully_shard

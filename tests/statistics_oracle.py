@@ -1,4 +1,4 @@
-"""What a row must hold, in plain Python: no torch, no numpy reductions, nothing from the backends."""
+"""Expected rows and histograms in plain Python, without torch, numpy reductions or code of the backends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray, bins_of
 
-# The backends that run on every machine, and the compiled one where it can be compiled.
+# The backends that run on every machine, and the compiled one if numba is installed.
 FAST_BACKENDS = ["cpu", "torch", *(["compiled"] if importlib.util.find_spec("numba") else [])]
 BACKENDS = ["reference", *FAST_BACKENDS]
 
@@ -28,7 +28,7 @@ EXTREME_COLUMNS = (Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO
 
 
 def expected_row(values: Iterable[float], dead_threshold: float = 0.0) -> FloatArray:
-    """The gradient's columns of these values; the parameter's are NaN."""
+    """Return the row of a gradient with these values; the parameter's columns are NaN."""
     values = list(values)
     finite = [v for v in values if math.isfinite(v)]
     row = np.full(NUM_COLUMNS, np.nan)
@@ -46,25 +46,25 @@ def expected_row(values: Iterable[float], dead_threshold: float = 0.0) -> FloatA
 
 
 def expected_histogram(values: Iterable[float]) -> IntArray:
-    """The histogram of these values: [B]."""
+    """Return the histogram of these values: [B]."""
     finite = np.array([v for v in values if math.isfinite(v)])
     return np.bincount(bins_of(finite), minlength=NUM_BINS) if finite.size else np.zeros(NUM_BINS, dtype=np.int64)
 
 
 def floats_of(tensor: torch.Tensor) -> list[float]:
-    """The elements as Python floats, complex ones by magnitude."""
+    """Return the elements as Python floats; for complex elements, their magnitudes."""
     values = tensor.to_dense().flatten().tolist()
     return [math.hypot(v.real, v.imag) if isinstance(v, complex) else v for v in values]
 
 
 def assert_row(row: FloatArray, expected: FloatArray, tolerance: float) -> None:
-    """Counts exact, extremes to float64's rounding, sums to a share of what was added up; NaN only where expected."""
+    """Compare counts exactly, extremes to float64 rounding, and sums relative to the sum of absolute terms."""
     for column in EXACT_COLUMNS:
         assert row[column] == expected[column], f"{column.name}: {row[column]} != {expected[column]}"
     for column in EXTREME_COLUMNS:
         np.testing.assert_allclose(row[column], expected[column], rtol=1e-15, atol=0, err_msg=column.name)
     for column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ, Column.PARAM_SUM_SQ, Column.PARAM_NUM_NONFINITE):
         np.testing.assert_allclose(row[column], expected[column], rtol=tolerance, atol=0, err_msg=column.name)
-    # A sum of both signs may cancel; what it was added up from is at most sqrt(n * sum of squares).
+    # Terms of both signs may cancel; the sum of their absolute values is at most sqrt(n * sum of squares).
     added = math.sqrt(expected[Column.NUM_ELEMENTS] * expected[Column.GRAD_SUM_SQ])
     assert abs(row[Column.GRAD_SUM] - expected[Column.GRAD_SUM]) <= tolerance * added, "GRAD_SUM"

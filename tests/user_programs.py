@@ -1,6 +1,6 @@
-"""Random W&B users: what they log, and which rows they would have without us.
+"""Random programs of wandb.log() calls, and the rows that such a program has without the package.
 
-A program is a list of actions: ("log", data, step, commit) of the user, and ("own", number) where a row of ours is due.
+A program is a list of actions: ("log", data, step, commit) of the user, and ("own", number), a row of the package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STYLES = ("implicit", "step", "jumps", "rarely", "never", "twice", "no_commit", 
 
 @dataclass
 class OpenRow:
-    """W&B's rule for rows, as a model: one open row at `cur`."""
+    """A model of W&B's rows: there is one open row, at step `cur`."""
 
     cur: int = 0
     open: dict[str, Any] | None = None
@@ -40,7 +40,7 @@ class OpenRow:
 
 @dataclass
 class OwnRow:
-    """A row of ours that says which windows it holds; large ones take two places."""
+    """A row of the package that holds the numbers of its windows; a large row is logged in two parts."""
 
     numbers: list[int]
     num_parts: int = 1
@@ -55,7 +55,7 @@ class OwnRow:
 
 
 def random_program(rng: random.Random, *, style: str | None = None, num_steps: int = 12) -> list[Action]:
-    """A training loop of one kind of user, with a row of ours at some of its steps."""
+    """Return the program of a training loop with one style of logging, with a row of the package at some steps."""
     style = style or rng.choice(STYLES)
     own_every = rng.choice((1, 1, 2, 5))
     own_first = rng.random() < 0.5
@@ -75,7 +75,7 @@ def random_program(rng: random.Random, *, style: str | None = None, num_steps: i
 
 
 def _calls(rng: random.Random, style: str, step: int) -> list[tuple[int | None, bool | None]]:
-    """The (step, commit) of each log call at one step of training."""
+    """Return the (step, commit) of each log call at one step of training."""
     if style == "mixed":
         style = rng.choice([s for s in STYLES if s != "mixed"])
     return {
@@ -91,7 +91,7 @@ def _calls(rng: random.Random, style: str, step: int) -> list[tuple[int | None, 
 
 
 def user_rows(program: list[Action], start: int = 0) -> list[tuple[int, dict[str, Any]]]:
-    """The rows that the user would have without us: (step, data)."""
+    """Return the rows (step, data) that the user has without the package."""
     model = OpenRow(start)
     for kind, *arguments in program:
         if kind == "log":
@@ -101,7 +101,7 @@ def user_rows(program: list[Action], start: int = 0) -> list[tuple[int, dict[str
 
 
 def split_rows(rows: list[tuple[int, dict[str, Any]]]) -> tuple[list[tuple[int, dict[str, Any]]], list[int]]:
-    """Take logged rows apart: the user's (step, data), and the numbers of ours in the order in which they arrived."""
+    """Split logged rows into the user's (step, data) and the numbers of the package's rows, in order of arrival."""
     user, own = [], []
     for step, row in rows:
         if "own" in row:
