@@ -277,7 +277,7 @@ def test_what_reads_no_learning_rate_waits_longer_for_parameters_that_do_not_cha
     for rate, remedy in (
         (math.nan, "call optimizer.step()"),
         (0.0, "check the learning"),
-        (0.1, "look for what writes"),
+        (0.1, "look for code that overwrites the parameters"),
     ):
         alert = next(iter(UnchangedParameters().check(measured(still, learning_rate=[rate] * 102))))
         assert f"Remedy: {remedy}" in alert.text
@@ -617,7 +617,7 @@ def test_a_learning_rate_that_changes_single_bits_only_is_next_to_nothing(rate: 
     samples = [sample_of({"a": np.ones(9)}, step=s, parameters={"a": one}) for s, one in enumerate(weights, 1)]
     seen = measured(together(samples), learning_rate=[rate] * 27)
     assert steps(UnchangedParameters(), seen) == told
-    words = "Step 26: the learning rate has been next to nothing in the 25 steps since step 1, though"
+    words = "Step 26: the learning rate has been almost 0 in the 25 steps since step 1, although"
     assert [alert.text.startswith(words) for alert in UnchangedParameters().check(seen)] == [True, False][: len(told)]
 
 

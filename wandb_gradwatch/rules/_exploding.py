@@ -1,4 +1,4 @@
-"""Exploding gradients: beyond what the run has survived and not passing, growing step by step, or beyond reason."""
+"""Rule for exploding gradients: norms far above what the run has survived, growing steadily, or absurdly large."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, finding
 
 # S samples, P watched parameters
 
-_USUAL_WEIGHT: Final = 0.1  # of the newest healthy sample in a parameter's usual log norm
-_WINDOW: Final = 64  # norms that say what is usual, and that a rise is looked for in
-_FIRST: Final = 5  # norms of a run's beginning, which are forgotten when as many have followed
-_HALVED_AFTER: Final = 100  # samples: what was survived long ago is no excuse any more
-# Times the record: said before it is known whether it passes. Rare classes in small batches have 42 times, an LSTM that
-# leaves a plateau 33 times, and both are over in the next sample.
+_USUAL_WEIGHT: Final = 0.1  # weight of the newest healthy sample in the moving average of a parameter's log norm
+_WINDOW: Final = 64  # number of newest norms that define what is usual and are searched for a steady rise
+_FIRST: Final = 5  # number of norms of a run's beginning, which are forgotten when as many have followed
+_HALVED_AFTER: Final = 100  # samples after which the record has halved, so that old norms excuse nothing
+# Multiple of the record that is reported at once. Rare classes in small batches reach 42 times the record, an LSTM that
+# leaves a plateau 33 times, and both fall back in the next sample.
 _AT_ONCE: Final = 100.0
-_CLEARLY: Final = 10.0  # times the record: said at the second sample; less only where it moves the parameters, or stays
-_GROWS: Final = 1.5  # times the sample before: what is clearly above and still growing will not pass
-_STAYS: Final = 5  # samples in a row above the limit: so long no healthy spike of less than that takes
-_OF_RECORD: Final = 0.25  # of the deviations above the median: the record is far out itself
-_WORTH_A_WORD: Final = 4.0  # times the record: a spike that has passed is told, as INFO
-_UNMOVED_GROWTH: Final = 3.0  # times as far has a rise to go that does not move the parameters: it may turn by itself
-_MOVED: Final = 0.05  # of the parameters' norm by one update: healthy ones move 2.5 % at most once a run is under way
-_MOVING: Final = 3  # updates in a row that moved them: so a run begins, and the one after a spike is no worse
+_CLEARLY: Final = 10.0  # multiple of the record reported at the second sample; less if it moves parameters, or stays
+_GROWS: Final = 1.5  # multiple of the previous norm: a norm clearly above the record that still grows will not pass
+_STAYS: Final = 5  # samples in a row above the limit; no healthy spike below `_CLEARLY` lasts as long
+_OF_RECORD: Final = 0.25  # share of `deviations` that is added to the record, which is above the median already
+_WORTH_A_WORD: Final = 4.0  # multiple of the record from which a spike that has passed is reported, as INFO
+_UNMOVED_GROWTH: Final = 3.0  # factor on `growth` for a rise that does not move the parameters: it may turn by itself
+_MOVED: Final = 0.05  # share of the parameters' norm by one update; once a run is under way healthy updates move 2.5 %
+_MOVING: Final = 3  # updates in a row that moved parameters, as when a run begins: after a spike they are no worse
 _LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and {clip}"
-# By kind: the cause that the norm alone leaves open, and what to do. What layers and parameters show in addition is the
-# diagnosis's to say. {clip} is said to a training that clips in other words than to one that does not.
+# kind -> (probable cause, remedy), as far as the norm alone shows. The diagnosis adds what layers and parameters show.
+# {clip} is the advice about clipping, which depends on whether the training clips already.
 _CAUSES: Final[dict[str, tuple[str, str]]] = {
     "rise": (
         "not clear: either a learning rate that is too high, or a new scale of the inputs, targets or loss; whether "
@@ -54,7 +54,7 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
     ),
     "stays": (
         "not clear: either the data has changed, to a new level of inputs or targets, or the loss is multiplied by "
-        "something new; the inputs and targets of this step, looked at, tell them apart",
+        "something new; a look at the inputs and targets of this step tells them apart",
         "look at what changed in the data, the targets or the loss at this step; normalise it",
     ),
     "grows": (
@@ -64,9 +64,9 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
     ),
     "passed": ("one bad batch", "look at the batch of this step, and {clip}"),
     "passed, moved": (
-        "not clear: either one bad batch whose gradient nothing clipped, or a learning rate that is too high; that "
-        "batch, looked at, tells them apart",
-        "look at the batch of this step, {clip}, and lower the learning rate if it comes again",
+        "not clear: either one bad batch whose gradient nothing clipped, or a learning rate that is too high; a look "
+        "at that batch tells them apart",
+        "look at the batch of this step, {clip}, and lower the learning rate if it happens again",
     ),
     "large from the start": (
         "not clear: either a large scale of the inputs, targets or loss, or poor initialisation; the size of the loss "
@@ -79,15 +79,15 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
         f"normalise the inputs and the targets, take the mean in the loss; if the norm has grown, {_LOWER_RATE}",
     ),
 }
-_SMALL: Final = 0.005  # of the parameters' norm: such a gradient is next to nothing
+_SMALL: Final = 0.005  # share of the parameters' norm below which a gradient is negligible
 _CAUSES["broken"] = _CAUSES["grows"]
-_PAST: Final = frozenset({"passed", "passed, moved", "broken"})  # kinds that are told when it is over
-SPIKES: Final = _PAST | {"spike", "grows"}  # kinds that one bad batch can be
+_PAST: Final = frozenset({"passed", "passed, moved", "broken"})  # kinds that are reported when they are over
+SPIKES: Final = _PAST | {"spike", "grows"}  # kinds that one bad batch can cause
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What is wrong with a norm: a kind of _CAUSES, how bad, since which step, and the fact in words."""
+    """A fault of a norm: its kind in `_CAUSES`, the alert's level, the step of the fault, and the fact in words."""
 
     kind: str
     level: Level
@@ -96,24 +96,24 @@ class _Found:
 
 
 class _Past(Remembers):
-    """The total log norms of one kind of sample, newest last."""
+    """The history of one kind of sample: its total log norms, newest last, and what they have shown."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
-        self.steps: list[int] = []  # theirs
-        self.record = -math.inf  # the largest that the run has survived, fading
-        self.beginning = -math.inf  # the largest of the first ones, where those are no measure of what is usual
+        self.steps: list[int] = []  # the steps of the norms
+        self.record = -math.inf  # the largest norm that the run has survived; it decays
+        self.beginning = -math.inf  # the largest of the first norms, if they were forgotten as unusually large
         self.num_survived = 0
-        self.num_large = 0  # above the threshold
-        self.num_above = 0  # in a row, up to now
+        self.num_large = 0  # number of norms above the threshold
+        self.num_above = 0  # number of norms above the limit, in a row up to now
         self.began = 0  # the step of the first of these
-        self.num_moving = 0  # updates in a row, up to now, that moved the parameters far
-        self.was_moving = False  # there were some of these before the first of those above
-        self.largest_above = -math.inf  # of these
+        self.num_moving = 0  # number of updates that moved the parameters far, in a row up to now
+        self.was_moving = False  # whether such updates preceded the first norm above the limit
+        self.largest_above = -math.inf  # the largest norm above the limit, in the current row
         self.movement = Movement()
 
     def see(self, log_norm: float, step: int) -> int:
-        """The newest norm, before it is judged; returns how many steps it is from the one before."""
+        """Add the newest norm, before it is judged. Returns the number of steps since the previous one."""
         gap = step - self.steps[-1] if self.steps else 1
         self.norms.append(log_norm)
         self.steps.append(step)
@@ -122,53 +122,52 @@ class _Past(Remembers):
         return gap
 
     def evenly_apart(self, gap: int) -> list[float]:
-        """The norms that are as far apart as the newest is from the one before, so many steps, and itself."""
+        """Return the newest norm and the earlier ones that are as far apart as the newest two, `gap` steps."""
         if gap == 1 or min(map(operator.sub, self.steps[1:], self.steps), default=gap) >= gap / 2:
-            return self.norms  # as nearly always
+            return self.norms  # the usual case
         return [self.norms[place] for place in evenly_apart(self.steps)]
 
     def survive(self, log_norm: float) -> None:
-        """It was no explosion."""
+        """Record that this norm was no explosion."""
         self.num_survived += 1
-        # The first steps of a run are often 100 times as large as all later ones, and would hide the next explosion.
+        # The first norms of a run are often 100 times as large as all later ones, and would hide the next explosion.
         if self.num_survived == 2 * _FIRST and max(self.norms[:-_FIRST], default=math.inf) > max(self.norms[-_FIRST:]):
             self.beginning, self.norms, self.steps = max(self.norms), self.norms[-_FIRST:], self.steps[-_FIRST:]
             self.record = max(self.norms)
         self.record = max(self.record - math.log(2) / _HALVED_AFTER, log_norm)
 
     def passed(self) -> None:
-        """What was above the limit has fallen back: the record doubles at most, or one spike would hide the next."""
+        """End a spike that has fallen back. The record at most doubles; otherwise one spike would hide the next."""
         self.survive(min(self.largest_above, self.record + math.log(2)))
         self.num_above, self.largest_above = 0, -math.inf
 
 
 @dataclass(kw_only=True)
 class ExplodingGradient(ShippedRule):
-    """The total gradient norm is too large: "Exploding gradient".
+    """Raises the alert "Exploding gradient" if the total gradient norm is too large.
 
-    A norm is too large where it is above a multiple of the largest that the run has survived, and of the usual one.
-    What falls back at once and has hardly moved the parameters is told as INFO, if at all, and teaches what the run
-    survives; what stays is a WARN, and what grows on, moves the parameters or ends in NaN an ERROR. So is a norm beyond
-    any reason, and a steady rise above the largest norm before it once it moves the parameters, until then a WARN.
+    A norm is too large above a multiple of the largest norm that the run has survived (the record) and of the usual
+    norm. A norm that falls back at once and has hardly moved the parameters is INFO, if it is reported at all, and may
+    raise the record. A norm that stays is a WARN; one that keeps growing, moves the parameters or ends in NaN is an
+    ERROR, and so is a norm above `threshold`. A steady rise above all earlier norms is a WARN, and an ERROR once it
+    moves the parameters.
 
-    Judged by the norm before clipping. A sample with NaN or Inf, one that AMP skipped and one without gradients is
-    not judged and not learned from. A norm below half a percent of the parameters' counts as that much, and is no
-    explosion: who leaves a plateau comes from next to nothing.
+    The norm before clipping counts. Samples with NaN or Inf, skipped by AMP or without gradients are ignored. A norm
+    below 0.5 % of the parameters' norm counts as that much, because leaving a plateau is no explosion.
 
     Args:
-        threshold: too large whatever came before; None switches this measure off. A fixed "critical" norm of 100, as is
-            often read, calls every loss healthy or sick by its reduction: a loss summed over 500,000 tokens has healthy
-            norms above 1e6. The default is beyond any of these; what is unusual for this run the other measures see.
-        record_factor: a norm below this multiple of the largest that the run has survived is no explosion. None
-            switches this measure off.
-        min_factor: nor is one below this multiple of the median of the last 64. Where norms scatter, as they do with
-            small batches and in reinforcement learning, both limits are further away.
-        deviations: of the log norm's scatter: by so many the limit is above the median, and by a quarter of them above
-            what has been survived.
-        first_factor: in the first 5 samples one below this multiple of the largest so far, times the square root of the
-            steps between two samples. Samples that are less than half as far apart as the last two count as one.
-        growth: too much as a steady rise over 5 to 64 samples; None switches this measure off.
-        adapt_after: so many samples in a row above the limit are the usual level.
+        threshold: a norm above it is too large whatever came before; None: no such limit. A fixed "critical" norm, such
+            as 100, depends on the loss's reduction: a loss summed over 500,000 tokens has healthy norms above 1e6. The
+            default is above all healthy norms; the other limits find what is unusual for a run.
+        record_factor: a norm below this multiple of the record is no explosion. None switches this check off.
+        min_factor: a norm below this multiple of the median of the last 64 norms is no explosion. If norms scatter, as
+            with small batches and in reinforcement learning, both limits are higher.
+        deviations: standard deviations of the log norm between the median and the limit; a quarter of them lies between
+            the record and the limit.
+        first_factor: replaces both factors in the first 5 samples: a multiple of the largest norm so far, which grows
+            with the square root of the steps between samples. Samples less than half that distance apart count as one.
+        growth: largest factor of a steady rise over 5 to 64 samples; None switches this check off.
+        adapt_after: after this many samples in a row above the limit, their level counts as usual.
     """
 
     threshold: float | None = 1e8
@@ -180,7 +179,7 @@ class ExplodingGradient(ShippedRule):
     adapt_after: int = 20
     _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
     _usual: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)
-    # Norms, or their squares, that are not in `_usual` yet: of one sample of 32 or so arithmetic costs the least.
+    # Norms, or their squares, that are not in `_usual` yet: they are added when an alert needs them, or 64 wait.
     _unlearnt: list[tuple[tuple[str, ...], FloatArray, bool]] = field(default_factory=list, init=False, repr=False)
 
     title: ClassVar[str] = "Exploding gradient"
@@ -207,27 +206,27 @@ class ExplodingGradient(ShippedRule):
         return super().state_dict()
 
     def _log_limit(self, past: _Past, norms: list[float], gap: int, moved: bool) -> float:
-        """Above which the newest of these norms is too large; for one that is below anyhow, a lower number will do.
+        """Return the log norm above which the newest norm is too large; a lower number if it is below that anyway.
 
         Args:
-            past: what it is compared with; norms: of these the ones that are as far apart as the newest is from the
-                last, and itself.
-            gap: so many steps; moved: whether the last updates have moved the parameters far.
+            past: the history to compare with; norms: its newest norm and the earlier ones that are as far apart as the
+                newest two.
+            gap: this distance in steps; moved: whether the last updates have moved the parameters far.
         """
         if self.record_factor is None or not past.num_survived:
             return math.inf
-        # What ten steps in a row have shown says little of the hundredth after them.
+        # Ten steps in a row say little about the hundredth step after them.
         if min(past.num_survived, len(norms) - 1) < _FIRST:
             return past.record + math.log(self.first_factor) + (0.0 if moved else 0.5 * math.log(gap))
         survived = past.record + math.log(self.record_factor)
-        if norms[-1] <= survived:  # as nearly always: a median takes longer than all else here
+        if norms[-1] <= survived:  # the usual case: the median below costs more than all else here
             return survived
         far = self.deviations * _scatter(norms[:-1])
         usual = statistics.median(norms[:-1]) + max(math.log(self.min_factor), far)
         return max(survived, past.record + _OF_RECORD * far, usual)
 
     def _judge(self, sample: Overview, past: _Past, moved: bool) -> _Found | None:
-        """What is wrong with the total norm, or None; the past learns of it."""
+        """Return what is wrong with the total norm, or None, and add the norm to the history."""
         norm, step = sample.norm, sample.step
         small = _log_small(sample)
         log_norm = max(_log(norm), small)
@@ -251,7 +250,7 @@ class ExplodingGradient(ShippedRule):
             more = " or more" if norms[-rise.num_samples] <= small else ""
             words = (
                 f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times{more} over the last "
-                f"{rise.num_samples} samples, step by step, above all before them (threshold {number(needed)} times)"
+                f"{rise.num_samples} samples, step by step, above all norms before (threshold {number(needed)} times)"
             )
             # At the edge of stability the norm rises a hundredfold, and falls again before the parameters have moved.
             return _Found("rise", "ERROR" if moved else "WARN", step, words)
@@ -271,15 +270,15 @@ class ExplodingGradient(ShippedRule):
         elif past.num_above > 1 and (moved or (factor > _CLEARLY and log_norm > before + math.log(_GROWS))):
             return _Found("grows", "ERROR", past.began, f"{words}; it has not fallen back since step {past.began}")
         elif now > _WORTH_A_WORD and past.num_above >= (2 if now > _CLEARLY else _STAYS):
-            words += f"; it stays there since step {past.began}, and the parameters have hardly moved"
+            words += f"; it has stayed there since step {past.began}, and the parameters have hardly moved"
             return _Found("stays", "WARN", past.began, words)
         elif factor > _AT_ONCE:
-            # In the first steps of a run nothing says that the batches are to blame.
+            # In the first steps of a run nothing shows that a bad batch is the cause.
             return _Found("spike" if past.num_survived >= _FIRST else "grows", "WARN", step, words)
         return None
 
     def _below(self, past: _Past, log_norm: float, moved: bool) -> _Found | None:
-        """The newest norm is no explosion: what becomes of the ones above the limit just before it."""
+        """Record that the newest norm is no explosion. Returns a finding about norms above the limit just before it."""
         found: _Found | None = None
         if past.num_above:
             factor = _exp(past.largest_above - past.record)
@@ -290,14 +289,14 @@ class ExplodingGradient(ShippedRule):
             if moved and not past.was_moving:
                 words = f"{words}, but the update has moved the parameters far"
                 found = _Found("passed, moved", "ERROR", past.began, words)
-            elif not moved and _WORTH_A_WORD < factor <= _AT_ONCE:  # more has been told
+            elif not moved and _WORTH_A_WORD < factor <= _AT_ONCE:  # above that it was reported at once
                 found = _Found("passed", "INFO", past.began, f"{words}; the parameters have hardly moved")
             past.passed()
         past.survive(log_norm)
         return found
 
     def _broken(self, past: _Past) -> _Found | None:
-        """This sample is not finite; one that was too large just before it was no passing spike."""
+        """Return a finding if a norm was too large just before a sample with NaN or Inf: it was no passing spike."""
         if not past.num_above:
             return None
         words = f"the gradient norm was {number(_exp(past.largest_above))}, and the next gradient is not finite"
@@ -314,7 +313,7 @@ class ExplodingGradient(ShippedRule):
         )
 
     def _learn_layers(self, snapshot: Snapshot, sample: Overview) -> None:
-        """Follow each layer's log norm with a moving average, which nobody asks for but an alert."""
+        """Queue the norms of the layers for their moving averages, which only alerts need."""
         if len(self._unlearnt) == _WINDOW:
             self._work_out()
         is_squares = sample.least[Column.GRAD_SUM_SQ] > LEAST_SUM_SQ
@@ -350,13 +349,13 @@ class ExplodingGradient(ShippedRule):
 
 
 def _scatter(log_norms: list[float]) -> float:
-    """The standard deviation of log norms around their trend, by the changes from one to the next."""
+    """Return the standard deviation of log norms around their trend, estimated from successive changes."""
     changes = [abs(after - before) for before, after in itertools.pairwise(log_norms)]
     return 1.4826 / math.sqrt(2) * statistics.median(changes) if changes else 0.0
 
 
 def _log_small(sample: Overview) -> float:
-    """The log norm below which a gradient is next to nothing beside the parameters."""
+    """Return the log norm below which a gradient is negligible beside the parameters."""
     squares = sample.sums[Column.PARAM_SUM_SQ]
     return math.log(_SMALL) + 0.5 * math.log(squares) if squares > 0 else -math.inf
 

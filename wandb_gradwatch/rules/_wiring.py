@@ -1,4 +1,4 @@
-"""Updates that do not reach the parameters, or reach them twice: said as soon as it is certain, without thresholds."""
+"""Rules for updates that do not reach the parameters, or that use wrong gradients or a wrong learning rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._base import Alert, Bounds, ShippedRule, finding, values_of
 
 @dataclass(kw_only=True)
 class NotInOptimizer(ShippedRule):
-    """Trainable parameters get a gradient, and no optimizer of the process holds them: "Not in any optimizer"."""
+    """Raises the alert "Not in any optimizer" if trainable parameters get a gradient, but no optimizer holds them."""
 
     title: ClassVar[str] = "Not in any optimizer"
     is_for_rare_samples: ClassVar[bool] = True
@@ -42,19 +42,19 @@ class NotInOptimizer(ShippedRule):
     def _alert(self, step: int, names: list[str]) -> Alert:
         fact = (
             f"Step {step}: {len(names)} of the trainable parameters have a gradient, but no optimizer holds them, and "
-            f"nothing else has changed them: {listing(names)}."
+            f"no other code has changed them: {listing(names)}."
         )
         cause = "no optimizer owns them: they were added or replaced after the optimizer was built"
         remedy = (
-            "build the optimizer after the model is complete, or add_param_group() what is new; what is not to be "
-            "trained needs requires_grad_(False)"
+            "build the optimizer after the model is complete, or pass new parameters to add_param_group(); call "
+            "requires_grad_(False) on parameters that are not to be trained"
         )
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
 
 @dataclass(kw_only=True)
 class GradientsNotReset(ShippedRule):
-    """An optimizer steps with gradients that still contain those of its last step: "Gradients not reset"."""
+    """Raises the alert "Gradients not reset" if an optimizer's gradients still contain those of its last step."""
 
     title: ClassVar[str] = "Gradients not reset"
     is_for_rare_samples: ClassVar[bool] = True
@@ -65,7 +65,7 @@ class GradientsNotReset(ShippedRule):
                 continue
             fact = (
                 f"Step {sample.step}: the gradients of the step before were neither None nor 0 when this step's "
-                "backward added to them; every update is the sum over all steps so far."
+                "backward added to them; every update uses the sum over all steps so far."
             )
             cause = "zero_grad() is missing: the gradients are added up over the steps"
             remedy = "call optimizer.zero_grad() once per update, before backward() or after step()"
@@ -74,7 +74,7 @@ class GradientsNotReset(ShippedRule):
 
 @dataclass(kw_only=True)
 class NegativeLearningRate(ShippedRule):
-    """An update is made with a learning rate below 0, which climbs the loss: "Learning rate below 0"."""
+    """Raises the alert "Learning rate below 0" if an update has a negative learning rate, which increases the loss."""
 
     title: ClassVar[str] = "Learning rate below 0"
     is_for_rare_samples: ClassVar[bool] = True
@@ -83,31 +83,30 @@ class NegativeLearningRate(ShippedRule):
         for sample, rate in zip(snapshot.overview, values_of(snapshot, keys.LEARNING_RATE), strict=True):
             if not rate < 0:
                 continue
-            fact = f"Step {sample.step}: the learning rate is {number(rate)}: this update climbs the loss."
-            cause = "the schedule goes below 0, where it was to end"
+            fact = f"Step {sample.step}: the learning rate is {number(rate)}: this update increases the loss."
+            cause = "the schedule goes below 0 instead of ending there"
             remedy = "end the schedule at 0, or give it as many steps as the training has"
             yield finding(self.title, fact, "", cause, remedy, sample.step, "ERROR")
 
 
 @dataclass(kw_only=True)
 class UnchangedParameters(ShippedRule):
-    """No parameter changes by a bit though all of them have gradients: "Parameters unchanged".
+    """Raises the alert "Parameters unchanged" if parameters do not change although they have gradients.
 
-    What has converged (L-BFGS: 79 samples without a change) has gradients that are a small part of the largest ones so
-    far, and a learning rate that could change parameters. One that is 0, or so small that no parameter can hold the
-    change, is certain earlier.
+    Convergence raises no alert: its gradients are a small part of the largest ones so far, as those of L-BFGS, which
+    had 79 samples without a change.
 
-    Nor do updates arrive where one parameter does not change by a bit and others do, or where all change by less than
-    a thousandth of what the learning rate makes of the gradients that the optimizer was given. Parameters in half
-    precision are left out: such updates are often smaller than the distance to the next number.
+    The alert covers three faults: no parameter changes by a single bit; one parameter does not, while others do; or all
+    change by less than a thousandth of the updates that the learning rate and the received gradients imply. The last
+    two leave out parameters in half precision, whose updates are often smaller than the distance to the next number.
 
     Args:
-        patience: steps since which no parameter has changed, though the learning rate could change some; seen by 3
-            samples at least.
-        unknown_patience: the same where no learning rate was read, because no optimizer has stepped.
-        zero_patience: the same for one parameter, and for updates that are a thousandth; and, whatever rounding
-            does to single bits, where the learning rate is 0 or so small that no update reaches a millionth of the
-            parameters' norm, for a tenth of the run: a warm-up from 0 has fewer such steps.
+        patience: number of steps without any change, at a learning rate that can change parameters, that raises the
+            alert; at least 3 samples.
+        unknown_patience: the same if no learning rate was read, because no optimizer has stepped.
+        zero_patience: the same for a single parameter, for updates below a thousandth, and for a learning rate of 0 or
+            so small that no update reaches a millionth of the parameters' norm. If rounding changes single bits, such a
+            rate must last a tenth of the run, too: a warm-up from 0 has fewer such steps.
     """
 
     patience: int = 10
@@ -115,14 +114,14 @@ class UnchangedParameters(ShippedRule):
     zero_patience: int = 25
     _movement: Movement = field(default_factory=Movement, init=False, repr=False)
     _num_unchanged: int = field(default=0, init=False)
-    _since: int = field(default=0, init=False)  # the step of the newest sample whose parameters are not those before it
-    _able: int = field(default=0, init=False)  # the same, or of the newest one whose learning rate could change nothing
+    _since: int = field(default=0, init=False)  # the step of the newest sample whose parameters have changed
+    _able: int = field(default=0, init=False)  # the same, or the newest step whose learning rate could change nothing
     _largest: float = field(default=0.0, init=False)
     _num_nothing: int = field(default=0, init=False)  # samples in a row whose learning rate could change nothing
-    _felt: int = field(default=0, init=False)  # the step of the newest sample before these, or of the first one
-    _rate: float = field(default=math.inf, init=False)  # the newest that was not: weights that explode make it none
-    _arrived: int = field(default=0, init=False)  # the step of the newest sample to which an update has arrived
-    _still: Streaks = field(default_factory=Streaks, init=False, repr=False)  # parameters that alone do not change
+    _felt: int = field(default=0, init=False)  # the step of the last sample before these, or of the first one
+    _rate: float = field(default=math.inf, init=False)  # the newest rate that could: exploding weights dwarf it later
+    _arrived: int = field(default=0, init=False)  # the step of the newest sample whose update was not lost
+    _still: Streaks = field(default_factory=Streaks, init=False, repr=False)  # parameters that do not change alone
 
     title: ClassVar[str] = "Parameters unchanged"
     bounds: ClassVar[Bounds] = dict.fromkeys(("patience", "unknown_patience", "zero_patience"), (2.0, math.inf))
@@ -131,12 +130,12 @@ class UnchangedParameters(ShippedRule):
         for sample, rate in zip(snapshot.overview, values_of(snapshot, keys.LEARNING_RATE), strict=True):
             if not (sample.norm > 0 or sample.has_nonfinite) or sample.skipped or sample.guarded:
                 continue
-            norm = 0.0 if sample.has_nonfinite else sample.norm  # a NaN is told by others, and begins the count anew
+            norm = 0.0 if sample.has_nonfinite else sample.norm  # NaN restarts the count; other rules report it
             self._largest = max(self._largest, norm)
             update = self._movement.see(snapshot.names, sample)
             has_changed = update.total_before < update.total_after or update.total_after < update.total_before
-            same = not has_changed  # nearly always it has
-            if same:  # what is missing in either says nothing
+            same = not has_changed  # usually False
+            if same:  # ignore parameters that are missing in either sample
                 now_P, before_P = update.after, update.before
                 same_P = now_P == before_P
                 unknown_P = np.isnan(now_P) | np.isnan(before_P)
@@ -144,7 +143,7 @@ class UnchangedParameters(ShippedRule):
             self._num_unchanged = self._num_unchanged + 1 if same and norm > _CONVERGED * self._largest else 0
             if not self._num_unchanged:
                 self._since = self._able = sample.step
-            # An update is at most the rate times the gradient (SGD), or times 1 for each element (Adam).
+            # An update is at most the rate times the gradient (SGD), or the rate in each element (Adam).
             longest = abs(rate) * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
             is_nothing = longest < _NOTHING * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]) and abs(rate) < self._rate
             if not is_nothing:
@@ -154,12 +153,12 @@ class UnchangedParameters(ShippedRule):
             self._num_nothing = self._num_nothing + 1 if is_nothing and norm > _CONVERGED * self._largest else 0
             if not (self._num_nothing and self._felt):
                 self._felt = sample.step
-            # Equal bits at both ends say the same of what is between them: a sparse cadence need not wait longer.
+            # Equal bits in two samples mean no change in between: steps count, not samples.
             needed = self.unknown_patience if math.isnan(rate) else self.patience
             is_still = sample.step - self._able >= needed or (
                 is_nothing and sample.step - self._since >= self.zero_patience
             )
-            # A schedule that ends at 0 comes close to it for a thousandth of the run.
+            # A schedule that ends at 0 is close to 0 for a thousandth of the run.
             is_long = sample.step - self._felt >= max(self.zero_patience, _LONG * sample.step)
             if (is_still and self._num_unchanged >= _LEAST_SAMPLES) or (
                 self._num_nothing >= _LEAST_SAMPLES and is_long
@@ -169,7 +168,7 @@ class UnchangedParameters(ShippedRule):
                 yield from self._look_for_lost(snapshot.names, sample, update, abs(rate))
 
     def _look_for_lost(self, names: tuple[str, ...], sample: Overview, update: Update, rate: float) -> Iterable[Alert]:
-        """Updates of some parameters, or most of all updates, that do not arrive though the learning rate is none."""
+        """Yield an alert if the updates of some parameters, or most of every update, do not arrive."""
         received = rate * min(sample.clipped_norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
         moved = abs(math.sqrt(update.total_after) - math.sqrt(update.total_before))
         still_P = update.after == update.before
@@ -179,8 +178,8 @@ class UnchangedParameters(ShippedRule):
         if not num_still:
             self._still.end(names, 1)
         if not (is_lost or num_still):
-            return  # as nearly always
-        # The smaller one of what SGD and of what Adam would make, where the parameter can hold it.
+            return  # the usual case
+        # The smaller of the updates that SGD and Adam would make, if the parameter's precision can show it.
         size_P, given_P = sample.rows[:, Column.NUM_ELEMENTS], sample.rows[:, Column.RECEIVED_SUM_SQ]
         norm_P, received_P = np.sqrt(update.after), rate * np.sqrt(np.minimum(given_P, size_P))
         visible_P = (received_P > _NOTHING * norm_P) & ~are_half_precision(sample.rows)
@@ -199,20 +198,20 @@ class UnchangedParameters(ShippedRule):
     def _lost_alert(self, step: int) -> Alert:
         fact = (
             f"Step {step}: in the {step - self._arrived} steps since step {self._arrived} every parameter has moved by "
-            f"less than {number(_LOST)} of what the learning rate makes of its gradient."
+            f"less than {number(_LOST)} of the update that the learning rate and its gradient imply."
         )
         cause = (
-            "not clear: either the optimizer's eps, so large that updates are next to nothing, or something that "
-            "undoes them; the optimizer's settings, printed, tell them apart"
+            "not clear: either the optimizer's eps, so large that updates are almost 0, or something that undoes "
+            "them; the optimizer's settings, printed, tell them apart"
         )
         remedy = (
-            "check eps (1e-8 as a rule), and what else writes to the parameters: an average that is copied into them"
+            "check eps (usually 1e-8), and other code that writes to the parameters, as an average that is copied back"
         )
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def _still_alert(self, step: int, names: list[str]) -> Alert:
         fact = (
-            f"Step {step}: {len(names)} parameters have not changed by a single bit in sample after sample, though "
+            f"Step {step}: {len(names)} parameters have not changed by a single bit in sample after sample, although "
             "they have a gradient and others change."
         )
         cause = (
@@ -220,20 +219,20 @@ class UnchangedParameters(ShippedRule):
             "updates; the optimizer's param_groups, printed, tell them apart"
         )
         remedy = (
-            "check the learning rate of each of the optimizer's groups; requires_grad_(False) is for what is frozen on "
-            "purpose"
+            "check the learning rate of each group of the optimizer; call requires_grad_(False) on parameters that are "
+            "frozen on purpose"
         )
         return finding(self.title, fact, listing(names), cause, remedy, step, "WARN")
 
     def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
         what, since = "no parameter has changed by a single bit", self._since
         if is_nothing and self._felt < since:
-            what, since = "the learning rate has been next to nothing", self._felt
+            what, since = "the learning rate has been almost 0", self._felt
         fact = (
-            f"Step {step}: {what} in the {step - since} steps since step {since}, though the gradient norm is "
+            f"Step {step}: {what} in the {step - since} steps since step {since}, although the gradient norm is "
             f"{norm:.3g}."
         )
-        cause = "not clear: either step() is never called, or the learning rate is 0: print it to tell them apart"
+        cause = "not clear: either step() is never called, or the learning rate is 0; its value tells them apart"
         remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
         if is_nothing:
             cause = f"a learning rate that is far too small for the parameters to change ({number(rate)})"
@@ -244,15 +243,15 @@ class UnchangedParameters(ShippedRule):
         elif not math.isnan(rate):
             cause = f"not clear: either updates of 0, or something that undoes them (learning rate {number(rate)})"
             remedy = (
-                "look for what writes over the parameters after step(): load_state_dict(), or an average that is "
-                "copied into the model; check what the optimizer does with its gradients"
+                "look for code that overwrites the parameters after step(), such as load_state_dict() or an average "
+                "that is copied into the model; check what the optimizer does with its gradients"
             )
         return finding(self.title, fact, "", cause, remedy, step, "ERROR")
 
 
 _LEAST_SAMPLES: Final = 3
-_LONG: Final = 0.1  # of the steps so far
-_NOTHING: Final = 1e-6  # of the parameters' norm: a hundred thousand updates move them by a tenth at most
-_LOST: Final = 1e-3  # of what the learning rate makes of a gradient: healthy trainings move some parameter by 0.03
-# Of the largest norm so far, below which a training may have arrived: L-BFGS stops at 1e-5 and less.
+_LONG: Final = 0.1  # share of the steps so far
+_NOTHING: Final = 1e-6  # share of the parameters' norm: a hundred thousand such updates move them by a tenth at most
+_LOST: Final = 1e-3  # share of the implied update: a healthy training moves some parameter by 0.03
+# Share of the largest norm so far, below which a training may have converged: L-BFGS stops at 1e-5 or less.
 _CONVERGED: Final = 1e-3
