@@ -63,7 +63,7 @@ class Config:
 class Watcher:
     """Monitors a model until it is removed; returned by `watch()`. As a context manager it removes itself at the end.
 
-    It owns the stages of the pipeline, from the sampler to the dispatcher, and knows whether they have been removed.
+    It owns the stages of the pipeline, from the sampler to the dispatcher, and records whether they have been removed.
     All other state belongs to the stages.
     """
 
@@ -165,7 +165,7 @@ class Watcher:
     @property
     @alone
     def healthy(self) -> bool:
-        """False if a rule raised an error alert for the newest sample that has arrived."""
+        """False if a rule found an error in the newest sample that has arrived."""
         self._collect()
         return self._alert_manager.healthy
 
@@ -347,7 +347,7 @@ class Watcher:
         finally:
             try:
                 self._pipeline.rescue()
-            except Exception:  # often what has just failed fails again
+            except Exception:  # the failure that ended the monitor may repeat here
                 logger.exception("wandb_gradwatch could not write the last samples.")
             self._dispatcher.close()
 

@@ -135,7 +135,7 @@ _Read = tuple[Tensor, int]  # a tensor that an operation reads (a copy if it may
 
 
 class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's annotation
-    """Observes every operation while it is active, and knows which module runs it."""
+    """Observes every operation while it is active, and records which module runs it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -242,7 +242,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             origin = _Origin(found, self._num_origins, writes_inf and not has_nan and not reads_unknown)
         self._origins[_storage(output)] = (output, origin)
 
-    # ---- what is known of a tensor
+    # ---- origins of a tensor's bad elements
 
     def look_at(self, tensor: Tensor, kind: str, name: str) -> Finding | None:
         """Check a parameter, buffer or input before anything runs."""

@@ -53,13 +53,12 @@ class Metric:
 
     Args:
         name: the metric's name, without slashes and dots.
-        fn: a function from one tensor to a tensor: a scalar, or any shape, which `aggregate` reduces. The result must
-            stay on the device (no `.item()`). The argument must not be kept or modified; half precision is converted
-            to float32. With `on`, the argument is, in the shape of the parameter:
-            "parameter": the parameter before the update. "gradient": the accumulated gradient, without the loss scale,
-            before clipping. "update": the parameter's change. Or, once per forward and so per micro-batch:
-            "activation": each tensor in a module's output and each tensor passed to `log_tensor` or `log_attention`.
-        on: "parameter", "gradient", "activation" or "update".
+        fn: a function from one tensor, chosen by `on`, to a tensor: a scalar, or any shape, which `aggregate` reduces.
+            The result must stay on the device (no `.item()`). The argument must not be kept or modified; half
+            precision is converted to float32.
+        on: "parameter": fn gets each parameter before the update. "gradient": its accumulated gradient, without the
+            loss scale, before clipping. "update": its change. "activation": once per forward, and so per micro-batch,
+            each tensor in a module's output and each tensor passed to `log_tensor` or `log_attention`.
         match: choose tensors by name: a regular expression (searched), several, or a function of the name. None: all.
         aggregate: reduces the values of one result, and those of all micro-batches, to one number: "mean" (over all
             elements), "sum", "min", "max", or a function from a tensor [E] of all values to a scalar tensor.

@@ -92,7 +92,7 @@ class ProbeShards:
 
     @property
     def uses_fsdp1(self) -> bool:
-        """Whether parameters are views of FSDP1's flat parameters, whose layout only FSDP1 knows."""
+        """Whether parameters are views of FSDP1's flat parameters, whose layout only FSDP1 has."""
         return has_fsdp1([model for _, model in self._models.alive()])
 
     def is_whole(self, name: str, *, needed_by: str | None = None) -> bool:

@@ -105,8 +105,8 @@ class OutgrownUpdate(_MetricRule):
 
     Args:
         threshold: the stale ratio above which to alert: the rms of g / sqrt(v), with v from before the step.
-        factor: it must also exceed this multiple of the parameter's largest ratio of the last 32 samples; the ratio of
-            a scalar parameter is the magnitude of a single Gaussian.
+        factor: the ratio must also exceed this multiple of the parameter's largest ratio of the last 32 samples,
+            because the ratio of a scalar parameter varies like the magnitude of a single Gaussian.
         patience: the number of samples of a parameter before it is checked.
     """
 
@@ -303,8 +303,8 @@ class SlowRank(ShippedRule):
     """The alert "Slow rank": the same rank needs the longest for its own work in every sample. Names the rank.
 
     Args:
-        factor: alert if the rank takes more than this multiple of the median time of the ranks,
-        least: and at least this many seconds more than the median.
+        factor: the rank's time must exceed this multiple of the median of the ranks.
+        least: the rank's time must exceed the median by this many seconds as well.
         patience: the number of samples in a row.
     """
 
