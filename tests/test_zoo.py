@@ -114,11 +114,12 @@ def test_the_halves_share_no_training_and_a_third_of_the_families_is_kept_out() 
     assert {family for family in healthy | faults if "locked" in family} == cases.LOCKED
 
 
-def test_open_and_locked_third_faults_share_no_training() -> None:
-    halves = {True: "third locked trainings", False: "third trainings"}
-    third = [case for case in CASES.values() if case.fault is not None and case.family.startswith("third")]
-    assert third
-    for case in third:
+@pytest.mark.parametrize("number", ["third", "fourth"])
+def test_open_and_locked_faults_share_no_training(number: str) -> None:
+    halves = {True: f"{number} locked trainings", False: f"{number} trainings"}
+    faulty = [case for case in CASES.values() if case.fault is not None and case.family.startswith(number)]
+    assert faulty
+    for case in faulty:
         assert CASES[case.base].family == halves[case.family in cases.LOCKED], case.name
 
 

@@ -10,6 +10,8 @@ from .another_trainings import half
 from .blind_faults import BLIND_FAULTS
 from .blind_trainings import BLIND
 from .faults import FAULTS, Fault
+from .fourth_faults import fourth_faults
+from .fourth_trainings import fourth
 from .fresh_faults import FRESH_FAULTS
 from .fresh_trainings import FRESH
 from .healthy_others import OTHERS
@@ -20,7 +22,7 @@ from .third_faults import third_faults
 from .third_trainings import third
 from .unseen import UNSEEN, UNSEEN_FAULTS
 
-# Each first one of a pair, and every second one of the third trainings and faults, is opened after its first run, to
+# Each first one of a pair, and every second one of the third and fourth sets, is opened after its first run, to
 # learn from. Of the others, and of all blind ones, only totals are ever shown.
 LOCKED: Final = frozenset(
     {
@@ -30,11 +32,15 @@ LOCKED: Final = frozenset(
         "locked blind faults",
         "third locked trainings",
         "third locked faults",
+        "fourth locked trainings",
+        "fourth locked faults",
     }
 )
 _ANOTHER: Final = {"another trainings": half(0), "locked trainings": half(1)}
 _ANOTHER_FAULTS: Final = [*faults("another faults", 0), *faults("locked faults", 1)]
 _THIRD: Final = {"third trainings": third(0), "third locked trainings": third(1)}
+_FOURTH: Final = {"fourth trainings": fourth(0), "fourth locked trainings": fourth(1)}
+_FOURTH_FAULTS: Final = [*fourth_faults("fourth faults", 0), *fourth_faults("fourth locked faults", 1)]
 _THIRD_FAULTS: Final = [*third_faults("third faults", 0), *third_faults("third locked faults", 1)]
 
 HEALTHY: Final = (
@@ -46,6 +52,7 @@ HEALTHY: Final = (
     | _ANOTHER
     | {"locked blind trainings": BLIND}
     | _THIRD
+    | _FOURTH
 )
 _BUILDERS: Final = {name: make for table in HEALTHY.values() for name, make in table.items()}
 
@@ -62,6 +69,7 @@ KEPT_OUT_HEALTHY: Final = frozenset(
         "locked trainings",
         "locked blind trainings",
         "third locked trainings",
+        "fourth locked trainings",
     }
 )
 KEPT_OUT_FAULTS: Final = frozenset(
@@ -76,6 +84,7 @@ KEPT_OUT_FAULTS: Final = frozenset(
         "locked faults",
         "locked blind faults",
         "third locked faults",
+        "fourth locked faults",
     }
 )
 TUNING_SEEDS: Final = (0,)
@@ -115,7 +124,15 @@ CASES: Final = {
         *(Case(name, family, name) for family, table in HEALTHY.items() for name in table),
         *(
             Case(f"{fault.name} | {base}", fault.family, base, fault, layer)
-            for fault in [*FAULTS, *UNSEEN_FAULTS, *FRESH_FAULTS, *_ANOTHER_FAULTS, *BLIND_FAULTS, *_THIRD_FAULTS]
+            for fault in [
+                *FAULTS,
+                *UNSEEN_FAULTS,
+                *FRESH_FAULTS,
+                *_ANOTHER_FAULTS,
+                *BLIND_FAULTS,
+                *_THIRD_FAULTS,
+                *_FOURTH_FAULTS,
+            ]
             for base, layer in fault.on.items()
         ),
     ]
