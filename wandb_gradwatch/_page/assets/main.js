@@ -254,7 +254,7 @@ function build() {
 
 function footer() {
   const pooled = content.pooledPoints > 1 ? ` Each point of a line is the largest of ${content.pooledPoints} rows.` : "";
-  return element("footer", {}, element("p", {}, `Norms are of the finite elements, before clipping unless they say otherwise; a gap is a value that is missing, not zero.${pooled} Read from ${content.run.file} by wandb_gradwatch. Lines: uPlot (MIT).`));
+  return element("footer", {}, element("p", {}, `Norms are those of the finite elements, before clipping unless a title says otherwise; a gap means that the value is missing, not that it is zero.${pooled} Read from ${content.run.file} by wandb_gradwatch. Lines: uPlot (MIT).`));
 }
 
 // If drawing fails, the page shows the error instead of staying blank; tests read data-state.
