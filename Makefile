@@ -1,4 +1,4 @@
-# Needs Python 3.11 or newer (the package itself: 3.10), and make; everything else goes into .venv. `make` alone lists what there is.
+# Needs Python 3.11 or newer (the package itself needs 3.10) and make; everything else is installed into .venv. `make` lists the targets.
 #
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, PIP_CACHE_DIR, ...) are respected.
 
@@ -17,7 +17,7 @@ help: ## list the targets
 demo: $(STAMP) ## train a small GPT, break it, see the alert (no W&B account needed)
 	@$(BIN)/wandb-gradwatch demo
 
-test: $(STAMP) ## run the tests, but for those that take minutes
+test: $(STAMP) ## run the tests, except those that take minutes
 	@$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(STAMP) ## run all tests
@@ -28,16 +28,16 @@ lint: $(STAMP) ## style, formatting and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## measure what watching and other monitors cost here (20 minutes), into README.md and docs/
+bench: $(STAMP) ## measure the cost of watching and of other monitors (20 minutes); write it to README.md and docs/
 	@$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks.table
 
-gpu: $(STAMP) ## on a machine with a GPU: run everything that only one can show (10 minutes), into docs/gpu.md
+gpu: $(STAMP) ## on a machine with a GPU: run all tests and benchmarks that need one (10 minutes); write docs/gpu.md
 	@$(BIN)/python -m benchmarks.gpu_day; status=$$?; $(BIN)/python -m benchmarks.gpu_day --page; exit $$status
 
-docs: $(STAMP) ## make the site in build/docs: the pages of docs/ and the API
+docs: $(STAMP) ## build the documentation site in build/docs: the pages of docs/ and the API
 	@$(BIN)/python -m mkdocs build --quiet && echo "build/docs/index.html"
 
-constraints: $(STAMP) ## pin today's newest versions in constraints.txt (torch stays)
+constraints: $(STAMP) ## pin the newest versions in constraints.txt, except torch
 	@torch=$$(grep '^torch==' constraints.txt) && \
 	$(PIP) install --upgrade --upgrade-strategy eager -r requirements-dev.txt "$$torch" && \
 	{ grep '^#' constraints.txt; \
@@ -45,11 +45,11 @@ constraints: $(STAMP) ## pin today's newest versions in constraints.txt (torch s
 	  sed 's/^torch==.*/'"$$torch"'/'; } > constraints.new && mv constraints.new constraints.txt && \
 	git --no-pager diff --stat -- constraints.txt
 
-clean: ## remove .venv and everything that was made
+clean: ## remove .venv and all generated files
 	@rm -rf $(VENV) build dist demo-run .pytest_cache .hypothesis .mypy_cache .ruff_cache wandb
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp: nothing is installed again until one of these files changes.
+# The stamp file avoids reinstalling until one of its prerequisites changes.
 $(STAMP): requirements-dev.txt constraints.txt pyproject.toml
 	@set -e; \
 	suits='import sys; sys.exit(sys.version_info < (3, 11))'; \

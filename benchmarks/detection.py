@@ -188,17 +188,17 @@ Made by `python -m benchmarks.detection --steps {faults[-1].last}` on {day} on {
 cores, torch {machine["versions"]["torch"]}, commit {machine["commit"]}.
 
 A tiny MLP, {faults[-1].last:,} steps, {len(faults)} faults at random steps: {"; ".join(kind.name for kind in KINDS)}.
-How many the rules name, and how many steps after the first bad one: the median, and the largest number. "Measures one
-in" is the average over the training; the share of the time is `gradwatch/overhead_ratio`. The first ten steps are
-measured on credit, which is paid back with half of what is earned later: a short training has few samples after them.
+The table shows how many faults the rules report, and how many steps after the first bad step: the median and the
+largest number. "Measures one in" is the average number of steps per measured step; the share of the time is
+`gradwatch/overhead_ratio`. The first ten steps are always measured, and half of the later budget repays their cost, so
+a short training has few samples after them.
 
 | cadence | measures one in | share of the time | {titles} |
 | --- | --: | --: | --: | --: | --: |
 {chr(10).join(lines)}
 
-What stays can be found as soon as a step is measured again. What lasts one step is found if that step is measured:
-whoever must see every spike measures every step, `watch(model, sample_every=1)`, or guards the training, which judges
-every step.
+A fault that lasts is found at the next measured step. A fault of a single step is found only if that step is measured.
+To find every spike, measure every step with `watch(model, sample_every=1)`, or use a guard, which checks every step.
 """
 
 

@@ -135,12 +135,12 @@ def soaked(seen: dict[str, Any] | None) -> str:
         f"{part['objects'][0]:,}, {part['objects'][1]:,} |"
         for part in seen["parts"]
     ]
-    return f""" Its
-newest figures, of commit {seen["machine"]["commit"]}, at the first and at the last of twenty points of each part; of
+    return f"""
+The newest figures, of commit {seen["machine"]["commit"]}, at the first and the last of twenty points of each part; of
 {seen["rows"]["expected"]:,} rows {seen["rows"]["lost"]} were lost and {seen["rows"]["duplicated"]} doubled.
-Among the MiB is what the soak itself keeps of each point, a count of every type of object:
+The MiB include the data that the benchmark itself keeps of each point, a count of every type of object:
 
-| sample_every | steps | CPU minutes | MiB | at the end | MiB in a million steps | files | threads | objects |
+| sample_every | steps | CPU minutes | MiB | MiB at the end | MiB per million steps | files | threads | objects |
 | --: | --: | --: | --: | --: | --: | --: | --: | --: |
 {chr(10).join(lines)}"""
 
@@ -178,11 +178,11 @@ Made by `python -m benchmarks.growth` on {machine["device"]}, {machine["cores"]}
 
 ## Tensors, and series in W&B
 
-Tensors of {ELEMENTS} elements, so that it is the calls that are seen and not the reading; medians of {found["rounds"]}
-pairs, milliseconds of processor time a step. A row is one with histograms. Above 256 names the series are grouped by
-module, which is said once, and a row stops growing.
+Tensors of {ELEMENTS} elements, so that the calls take the time, not reading memory; medians of {found["rounds"]}
+pairs, in milliseconds of processor time per step. Rows include histograms. Above 256 names, series are grouped by
+module, with one message, and rows stop growing.
 
-| tensors | unwatched | adds, not sampled | adds, sampled | µs a tensor | metric names | KiB a row |
+| tensors | unwatched | added, not sampled | added, sampled | µs per tensor | metric names | KiB per row |
 | --: | --: | --: | --: | --: | --: | --: |
 {chr(10).join(tensors)}
 
@@ -194,43 +194,45 @@ A window holds a row of {NUM_COLUMNS} numbers per parameter and sample on the ho
 
 ## Steps
 
-Nothing grows with them: `tests/test_soak.py`, and `python -m benchmarks.soak` for a million.{soaked(found.get("soak"))}
+Memory, files, threads and time do not grow with the number of steps, as `tests/test_soak.py` and, for a million steps,
+`python -m benchmarks.soak` check.{soaked(found.get("soak"))}
 
 ## Ranks
 
-Only sharded models are merged over ranks, once per flush: a check that all agree (two numbers), the sums, the extremes.
-What a rank gives to them does not depend on the number of ranks. A window of {SAMPLES} samples, as `sample_every=1`
+Only sharded models are merged over ranks, by three all-reduces per flush: a check that all ranks merge the same window
+(two numbers), the sums, and the extremes. Their size does not depend on the number of ranks. These are the sizes for a
+window of {SAMPLES} samples, as `sample_every=1`
 makes them, with its histogram:
 
-| parameters | sums, KiB | extremes, KiB | together, KiB a step | packing, ms |
+| parameters | sums, KiB | extremes, KiB | total, KiB per step | packing, ms |
 | --: | --: | --: | --: | --: |
 {chr(10).join(flushes)}
 
-No rank is connected with all others. Groups of {GROUP} neighbours merge, then the first ranks of the groups, and so on
-(`wandb_gradwatch/_pipeline/rank_tree.py`). **Measured**, as so many processes on this machine; the times are those of
-{machine["cores"]} cores that do the work of all ranks, the other figures do not depend on that. Merged were
+No rank is connected to all others. Groups of {GROUP} neighbours merge, then the first ranks of the groups, and so on
+(`wandb_gradwatch/_pipeline/rank_tree.py`). **Measured** with as many processes on this machine. The times are those of
+{machine["cores"]} cores that do the work of all ranks; the other figures do not depend on that. The merge was of
 {found["trees"][0]["numbers"]:,} numbers; "sent" is in multiples of them:
 
-| ranks | files opened, rank 0 | median rank | sent, rank 0 | median rank | s to meet | ms a merge | wrong results |
+| ranks | open files, rank 0 | median rank | sent, rank 0 | median rank | s to connect | ms per merge | wrong results |
 | --: | --: | --: | --: | --: | --: | --: | --: |
 {chr(10).join(trees)}
 
-**Computed** from measured pieces, for rank 0, which is the first of all its groups and has most to do: between two
-processes here a message takes {pieces["message_us"]:.0f} µs and a second moves {pieces["gb_per_s"]:.2f} GB;
-the first of a group of {GROUP} sends its values {pieces["first_sends"]:.1f} times, another rank
-{pieces["member_sends"]:.1f} times; a `TCPStore` answers {pieces["requests_per_s"]:,.0f} requests a second.
-One flush, and the meeting that comes before the first:
+**Computed** from measurements of the parts, for rank 0, which is the first of all its groups and sends most: between
+two processes here, a message takes {pieces["message_us"]:.0f} µs and the bandwidth is {pieces["gb_per_s"]:.2f} GB/s;
+the first rank of a group of {GROUP} sends its values {pieces["first_sends"]:.1f} times, another rank
+{pieces["member_sends"]:.1f} times; a `TCPStore` answers {pieces["requests_per_s"]:,.0f} requests per second.
+The table shows one flush, and the connecting of the ranks before the first flush:
 
-| parameters | ranks | MiB sent | seconds in the background | connections | seconds to meet |
+| parameters | ranks | MiB sent | seconds in the background | connections | seconds to connect |
 | --: | --: | --: | --: | --: | --: |
 {chr(10).join(large)}
 
-Why it holds: connections and messages grow with the logarithm of the ranks, the bytes with the number of levels, and
-all of it passes in a thread of its own beside {SAMPLES} training steps. The meeting grows with the ranks, since all
-addresses pass through the one store of the job, over one more connection of each rank to it: it happens once, in the
-background too, and a wait in it ends after a minute, at thousands of ranks after one for each two thousand. Where
-ranks cannot be met, the numbers are those of rank 0's shards, which is said once,
-and training goes on.
+Connections and messages grow with the logarithm of the number of ranks, and the bytes with the number of levels. The
+merge runs in a background thread during {SAMPLES} training steps. The time to connect grows with the
+ranks, because all addresses pass through the job's single store, over one more connection from each rank. The ranks
+connect once, also in the background. The time limit of a wait is one minute, and from 4,000 ranks on one minute for
+every 2,000 ranks. If ranks cannot be connected, the statistics are those of rank 0's shards, with one message, and
+training continues.
 """
 
 

@@ -216,36 +216,38 @@ def render(found: dict[str, Any]) -> str:
     faster = [one["ours"] / one["wandb"] for one in found["reading"]]
     met = "the second is met" if min(faster) >= 1 else "neither is met"
     slow = [name for name, ms in page["interactions"].items() if statistics.median(ms) > GOAL_MS]
-    return f"""# How quickly the page answers
+    return f"""# Speed of the page
 
 Made by `python -m benchmarks.page RUN` on {machine["device"]}, {machine["cores"]} cores, {machine["system"]}, commit
-{machine["commit"]}, without a GPU for the browser, beside whatever else ran there.
+{machine["commit"]}. The browser had no GPU, and other programs ran at the same time.
 
-The page of a run of 1,000 layers and 5,000 rows, with a distribution of every layer: {page["mb"]:.1f} MB, written in
-{page["written_s"]:.1f} s, all drawn {page["drawn_s"]:.1f} s after it was opened. JavaScript's heap is
-{page["heap_mb"]:.0f} MB then, and {page["heap_after_mb"]:.0f} MB after all that follows; the whole process that draws
-the page has {page["renderer_mb"]:.0f} MB then, the browser's own included.
+The page shows a run of 1,000 layers and 5,000 rows, with a distribution of every layer. Its
+file has {page["mb"]:.1f} MB and was written in
+{page["written_s"]:.1f} s; all charts were drawn {page["drawn_s"]:.1f} s after it was opened. The JavaScript heap has
+{page["heap_mb"]:.0f} MB then, and {page["heap_after_mb"]:.0f} MB after all actions below; the browser process of
+the page has {page["renderer_mb"]:.0f} MB then, including the browser itself.
 
-Milliseconds from what a person does to the frame that shows it, {ROUNDS} times each; the goal is {GOAL_MS}. Slower:
-{", ".join(slow) or "none"}.
+The table shows the milliseconds from a user's action to the frame with its result,
+{ROUNDS} measurements each. The goal is {GOAL_MS}. Slower
+actions: {", ".join(slow) or "none"}.
 
 | what | median, ms | slowest, ms |
 | --- | --: | --: |
 {chr(10).join(lines)}
 
-## How quickly a run is read
+## Speed of reading a run
 
-Files of real records, again and again at later steps; "theirs" is `wandb leet inspect --json`, W&B's own reader, before
-anybody has parsed what it prints. Speeds are per second of a processor. Ours leaves summaries, half of the bytes,
-without a look, and reads {min(faster):.1f} to {max(faster):.1f} times as fast as theirs. The goal is 100 MB/s, or as
-fast as W&B's own reader: {met}.
+The files contain the records of a real run, repeated at later steps. W&B's own reader is `wandb leet inspect --json`,
+without parsing of its output. Speeds are per second of processor time. Our reader skips summaries, half of the bytes,
+and reads {min(faster):.1f} to {max(faster):.1f} times as fast as W&B's. The goal is 100 MB/s, or
+the speed of W&B's own reader: {met}.
 
-Memory is what comes on top of the imports. It does not grow with the file beyond its limits: 320 MB for the numbers of
-layers and of the model, 128 MB for your own scalars, 70 MB for histograms, and as much again while the page's arrays
-are made of them. Rows beyond the limit are merged as windows are, scalars keep their extremes, histograms are thinned
+Memory is measured in addition to that of the imports. Its limits do not depend on the file: 320 MB for the statistics
+of layers and of the model, 128 MB for your own scalars, 70 MB for histograms, and twice as much while the page's arrays
+are made. Beyond the limits, rows are merged as windows are, scalars keep their extremes, and histograms are thinned
 evenly.
 
-| file, MB | ours, MB/s | peak memory, MB | theirs, MB/s | peak memory, MB |
+| file, MB | our reader, MB/s | peak memory, MB | W&B's reader, MB/s | peak memory, MB |
 | --: | --: | --: | --: | --: |
 {chr(10).join(reading)}
 """

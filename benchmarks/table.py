@@ -29,27 +29,27 @@ SUMMARY = {  # columns of the README's table: the monitors of these names
 
 _INTRODUCTION = """# What watching costs
 
-Made by `make bench`. The watched model and an unwatched twin of it are trained by turns in one process, in blocks so
-short that the machine's pace is the same in both (20 steps of the tiny MLP, single ones of the others), and in either
-order by turns; two blocks are a pair. "nothing, again" has nothing watched in both: how far its figures are from 0 says
-how far to trust the others.
+Made by `make bench`. A watched model and an identical unwatched model are trained alternately in one process. The
+blocks are so short that the machine's speed is the same in both (20 steps of the tiny MLP, one step of the other
+models), and their order alternates; two blocks are a pair. In the row "nothing, again", neither model is watched: the
+distance of its figures from 0 shows the accuracy of the others.
 
-- **adds**: wall milliseconds that a step which is measured takes longer, the median over the pairs; **±** half of the
-  range that holds the middle half of them; **CPU** the same in processor time of the process, all its threads.
-- **passes**: adds / one `torch._foreach_norm` over all gradients.
-- **amortised**: per step at the monitor's own cadence, rows included: a mean over whole windows, because a median hides
-  the steps that are rare and dear. Pairs of blocks with a row, with a measured step and with neither are averaged
-  apart, the middle half of each kind, and count as often as they occur. **of a step**: of a real one on random data,
-  with the batch that is named. A larger batch makes every share smaller.
-- **measures one in**: so many steps, where a monitor chooses its cadence by what it costs, as this package does by
-  default. Such a monitor is given time to settle before.
-- **host reads**: tensors' values that the host asks for (`item`, `tolist`, `cpu`, `bool`, ...; on CUDA:
-  synchronisations) in a step that is measured, its row included.
-- **bytes**: of the monitor's values in the run's history, as JSON, per row and per step.
-- **peak**: how far the peak of memory in watched steps lies above that in unwatched ones.
+- **adds**: the additional wall time of a measured step in milliseconds, as the median over the pairs; **±**: half of
+  the interquartile range; **CPU**: the additional processor time of the process, with all its threads.
+- **passes**: "adds" divided by the time of one `torch._foreach_norm` over all gradients.
+- **amortised**: the additional time per step at the monitor's own cadence, rows included. This is a mean over whole
+  windows, because a median hides rare, expensive steps. Pairs with a row, with a measured step and with neither are
+  averaged separately (the middle half of each), and weighted by their frequency. **of a step**: the amortised time
+  divided by the time of a real step on random data with the named batch. A larger batch makes every share smaller.
+- **measures one in**: the average number of steps per measured step, for monitors that choose their cadence by their
+  cost, as this package does by default. These monitors first run until their cadence is stable.
+- **host reads**: the number of tensors whose values the host reads (`item`, `tolist`, `cpu`, `bool`, ...; on CUDA:
+  synchronisations) in a measured step, its row included.
+- **bytes**: the size of the monitor's values in the run's history as JSON, per row and per step.
+- **peak**: the peak memory in watched steps minus that in unwatched steps.
 
-For models whose step takes seconds the monitors run on steps with a backward that only hands out ready gradients to the
-same parameters, hooks and optimizer; what a monitor adds does not depend on where a gradient came from.
+For models whose steps take seconds, the backward of these steps only assigns precomputed gradients to the same
+parameters, hooks and optimizer: the cost of a monitor does not depend on the origin of a gradient.
 """
 _HEADER = (
     "monitor",

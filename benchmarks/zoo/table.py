@@ -27,21 +27,21 @@ Others = Sequence[tuple[Score, Mapping[str, tuple[int, int | None]]]]
 _INTRODUCTION = """# How often the alerts are right
 
 Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_faulty} faulty ones ({num_faults} faults, each in one or several
-healthy trainings), all small: 80 to 400 steps. What is wrong, from which step on, in which layer, and why, is written
+healthy trainings), all small: 80 to 400 steps. For each fault, its first step, its layer and its cause are written
 down in `benchmarks/zoo/` (`faults.py`, `unseen.py`, `fresh_faults.py`, `another_faults.py`, `blind_faults.py`, `third_faults.py`,
 `fourth_faults.py`).
 
-Thresholds may be chosen on one seed of some families only. What is shown here is another seed; the families that nobody
-looks at while choosing are shown apart: {kept_out}.
+Thresholds may be chosen on one seed of some families only. The figures here come from another seed. Families that are
+not used for choosing thresholds are shown separately: {kept_out}.
 
-- **alarm**: an alert of level WARN or ERROR. **False**: in a healthy training, or before anything was wrong.
-- **delay**: from the first bad step to the step at which the alert was told.
-- **cause right**: the first alert's text names the right one, or "either A or B" with the right one among the two; the
-  share is of all faulty runs, those without an alert included. **Confidently wrong**: it names one or two causes, and
-  none of them is right. What names three or more, or none, is neither.
-- Every step is measured, or, where a column says so, the first ten and then every n-th, as the default cadence does with
-  small models: a delay of less than n steps is none there.
-- Faults that gradients, parameters and loss cannot tell from a healthy training are run, and are not counted.
+- **alarm**: an alert of level WARN or ERROR. **False alarm**: an alarm in a healthy training, or before the fault.
+- **seen**: an alarm was raised after the fault began. **delay**: number of steps from the first bad step to the alert.
+- **cause right**: the first alert's text names the right cause, or "either A or B" with the right cause among the two;
+  as a share of all faulty runs, including those without an alert. **confidently wrong**: the text names one or two
+  causes, and none of them is right. A text that names none, or three or more, is neither right nor confidently wrong.
+- Every step is measured. In columns that say so, the first ten steps are measured and then every n-th, as the default
+  cadence does with small models; there, a delay of less than n steps counts as none.
+- Faults that gradients, parameters and loss cannot distinguish from a healthy training are run, but not counted.
 """
 
 
