@@ -140,7 +140,7 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
         ("ExplodingGradient", "min_factor"): "at least {:g} times",
         ("ExplodingGradient", "growth"): "a steady rise of {:g} times",
         ("VanishingGradient", "patience"): "for {:g} samples, unless",
-        ("DeadGradient", "patience"): "for {:g} samples; a whole layer",
+        ("DeadGradient", "patience"): "have no gradient for {:g} samples; half of a layer",
         ("NoGradient", "patience"): "has no gradient: for {:g} samples;",
         ("NoGradient", "zero_patience"): "exactly 0 for {:g}, for 3 where the loss",
         ("UnchangedParameters", "unknown_patience"): "over {:g} steps where no optimizer",
