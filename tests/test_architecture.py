@@ -1,4 +1,4 @@
-"""The imports are the corridor: each room knows only the rooms that it needs, and no arrow turns back."""
+"""Imports between the rooms of the package point in one direction: each room imports only those in MAY_IMPORT."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 PACKAGE = "wandb_gradwatch"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
-# A room is a file or a folder directly in the package; "" is the package's own __init__.py.
+# The rooms that each room may import. A room is a file or folder directly in the package; "" is its __init__.py.
 MAY_IMPORT: dict[str, set[str]] = {
     "_output": set(),
     "_interruptions": set(),
@@ -68,7 +68,7 @@ WITHOUT_TORCH_FILES = (
     f"{PACKAGE}._pipeline.recorder",
 )
 WITH_WANDB = ("sinks", "_page", "_report", "_watch", "_demo", "_doctor", "_cli")
-WITH_COMPILER = {  # a compiler and the one file of kernels that it compiles
+WITH_COMPILER = {  # compiler -> the only module that imports it
     "triton": f"{PACKAGE}._measure.cuda",
     "numba": f"{PACKAGE}._measure.cpu_loops",
     "llvmlite": f"{PACKAGE}._measure.cpu_loops",
@@ -81,20 +81,20 @@ OPTIONAL = {
 
 class Import(NamedTuple):
     importer: str
-    imported: str  # a module of the package by its full name, or another top-level package
-    at_import_time: bool  # not inside a function, nor for type checkers only
+    imported: str  # the full name of a module of the package, or the name of another top-level package
+    at_import_time: bool  # False inside a function, or under TYPE_CHECKING
 
 
 class Source(NamedTuple):
     text: str
-    is_package: bool  # an __init__.py: relative imports start in the package itself
+    is_package: bool  # whether it is an __init__.py, whose relative imports start in the package itself
 
 
-Sources = dict[str, Source]  # by the module's full name
+Sources = dict[str, Source]  # by full module name
 
 
 def parse_sources(texts: dict[str, str]) -> Sources:
-    """Args: texts: path below the package's parent, with slashes, to the file's text."""
+    """Return sources by module; `texts` maps paths relative to the package's parent, with slashes, to texts."""
     sources = {}
     for path, text in texts.items():
         module = path.removesuffix(".py").replace("/", ".")
@@ -137,7 +137,7 @@ def _absolute(module: str, node: ast.ImportFrom, sources: Sources) -> str:
 
 
 def _known(name: str, sources: Sources) -> str:
-    """The longest part of a dotted name that is a module of the package; the top-level name of any other."""
+    """Return the longest prefix of a dotted name that is a module of the package, otherwise its top-level package."""
     if name.split(".")[0] != PACKAGE:
         return name.split(".")[0]
     while name not in sources and "." in name:
@@ -150,7 +150,7 @@ def room_of(module: str) -> str:
 
 
 def wrong_arrows(imports: Iterable[Import]) -> list[str]:
-    """Imports between rooms that MAY_IMPORT does not have."""
+    """Return the imports between rooms that MAY_IMPORT does not allow."""
     wrong = []
     for importer, imported, _ in imports:
         if imported.split(".")[0] != PACKAGE:
@@ -164,7 +164,7 @@ def wrong_arrows(imports: Iterable[Import]) -> list[str]:
 
 
 def misplaced_packages(imports: Iterable[Import]) -> list[str]:
-    """torch, wandb or a compiler where they do not belong, wherever in the file."""
+    """Return imports of torch, wandb or a compiler in modules that must not have them, even inside functions."""
     wrong = []
     for importer, imported, _ in imports:
         room = room_of(importer)
@@ -179,10 +179,10 @@ def misplaced_packages(imports: Iterable[Import]) -> list[str]:
 
 
 def loaded_with(module: str, imports: Iterable[Import], *, stop_at_root: bool) -> dict[str, str]:
-    """Everything that importing a module imports, each with the module that asked for it.
+    """Return every module that importing a module loads, each with the module that imports it.
 
     Args:
-        stop_at_root: leave out what the package's own __init__.py brings along.
+        stop_at_root: ignore the imports of the package's own __init__.py.
     """
     by_importer: dict[str, list[str]] = {}
     for importer, imported, at_import_time in imports:
@@ -236,7 +236,7 @@ def test_importing_the_package_imports_no_extra(imports: list[Import]) -> None:
 
 
 def test_the_package_imports_where_no_extra_is_installed_and_imports_no_compiler() -> None:
-    # torch and wandb import some of them for themselves, so they come first; a None in sys.modules is an ImportError.
+    # Import torch and wandb first, because they import some of these. None in sys.modules makes an import fail.
     program = f"import sys, torch, wandb\nsys.modules.update(dict.fromkeys({sorted(OPTIONAL)!r}))\n"
     program += f"import {PACKAGE}, {PACKAGE}.integrations\nassert 'torch._dynamo' not in sys.modules, 'seconds'"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True)
@@ -252,7 +252,7 @@ def test_the_optional_packages_are_those_of_pyproject() -> None:
     assert {modules.get(name, name.replace("-", "_")) for name in distributions} <= OPTIONAL
 
 
-# ---- the checks above can fail
+# ---- proofs that the checks above can fail
 
 
 BAD_SOURCES = parse_sources(
@@ -305,7 +305,7 @@ def test_torch_through_a_neighbour_is_found() -> None:
 def test_an_extra_at_import_time_is_found_and_a_lazy_one_is_not() -> None:
     loaded = loaded_with(PACKAGE, imports_of(BAD_SOURCES), stop_at_root=False)
     assert loaded["requests"] == f"{PACKAGE}._watch"
-    assert "wandb" not in loaded  # columns imports it inside a function
+    assert "wandb" not in loaded  # because columns imports it inside a function
 
 
 def test_an_import_for_type_checkers_is_not_at_import_time() -> None:

@@ -1,4 +1,4 @@
-"""Cases with known answers: small training loops, one watch() line, values from closed forms."""
+"""Cases with known answers: small watched training loops, with expected values from closed forms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SGD = torch.optim.SGD
 NAN, INF = math.nan, math.inf
 
 
-# The gradient of each parameter, of ones, and what is known of it. ".total": of all of them, as one layer.
+# The gradient of each parameter (of ones), options, and expected statistics. ".total": of all parameters as one layer.
 @pytest.mark.parametrize(
     ("gradients", "options", "expected"),
     [
@@ -37,13 +37,13 @@ NAN, INF = math.nan, math.inf
             {},
             {".total.grad_mean": -1 / 3, ".total.grad_std": math.sqrt(25 / 3 - 1 / 9)},
         ),
-        # One NaN leaves the rest known: 1 + 4 = 5.
+        # With one NaN the norm is that of the finite elements: 1 + 4 = 5.
         (
             {"a": [3, 4], "b": [1, NAN, 2]},
             {},
             {"a.grad_norm": 5, "b.num_nan": 1, "b.num_inf": 0, "b.grad_norm": math.sqrt(5)},
         ),
-        # Of a nothing finite is left.
+        # `a` has no finite element.
         (
             {"a": [NAN, NAN], "b": [INF, 3, 4], "c": [-INF, 6, 8]},
             {},
@@ -118,7 +118,7 @@ def test_every_micro_batch_is_measured_once(monkeypatch):
             model.loss(a=[1]).backward()
         optimizer.step()
     assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [4] * 10
-    assert len(measured) == 10 * 4  # each may be the last: the last group may be a shorter one
+    assert len(measured) == 10 * 4  # any backward may be the last before a step: the last group may be shorter
 
 
 def test_two_losses_one_step():
@@ -170,7 +170,7 @@ def test_gan_counts_each_parameter_once_per_step_of_its_own_optimizer():
         model.loss(d=[3]).backward()
         d_optimizer.step()
         g_optimizer.zero_grad()
-        model.loss(d=[100], g=[7]).backward()  # the discriminator gets a gradient that nobody uses
+        model.loss(d=[100], g=[7]).backward()  # the discriminator gets a gradient that no update uses
         g_optimizer.step()
     snapshot = samples(watcher, sink)
     assert snapshot.steps.tolist() == [1, 2, 3, 4, 5, 6]
@@ -242,7 +242,7 @@ def test_one_dead_relu_unit_of_four():
         model[0].weight.abs_()
         model[0].bias.fill_(1.0)
         model[0].weight[2] = 0
-        model[0].bias[2] = -1  # never fires on positive input
+        model[0].bias[2] = -1  # a unit that is off for this input
     optimizer = SGD(model.parameters(), lr=0.0)
     watcher, sink = watch(model)
     model(torch.rand(8, 3) + 0.1).sum().backward()
@@ -541,7 +541,7 @@ def test_steps_inside_steps_count_once():
             return super().step(closure)
 
     model = Chosen(a=1)
-    SGD(model.parameters(), lr=0.1)  # the base class's own step is hooked too
+    SGD(model.parameters(), lr=0.1)  # so that the step() of the base class is hooked too
     optimizer = Outer(model.parameters(), lr=0.1)
     watcher, sink = watch(model)
     for number in (1, 2, 3):
@@ -593,7 +593,7 @@ def test_warm_up_backwards_teach_nothing_about_accumulation():
     watcher, sink = watch(model)
     for _ in range(3):
         model.loss(a=[50, 50]).backward()
-    for _ in range(3):  # fewer backwards per step than in the warm-up: the first one is the last one
+    for _ in range(3):  # one backward per step, fewer than in the warm-up
         optimizer.zero_grad()
         model.loss(a=[3, 4]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -604,7 +604,7 @@ def test_warm_up_backwards_teach_nothing_about_accumulation():
 
 
 def test_a_backward_that_writes_twice_to_a_gradient_accumulates_all_the_same(caplog):
-    """As under DistributedDataParallel, which writes the average over what was accumulated."""
+    """DistributedDataParallel does so: it overwrites the accumulated gradient with the average over ranks."""
     model = Chosen(a=1, b=1)
     optimizer = SGD(model.parameters(), lr=0.1)
     watcher, sink = watch(model)
@@ -612,7 +612,7 @@ def test_a_backward_that_writes_twice_to_a_gradient_accumulates_all_the_same(cap
         parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1.0) and None)
     for _ in range(2):
         optimizer.zero_grad()
-        for _ in range(8):  # more of them than resets that would prove that there is no optimizer
+        for _ in range(8):  # more than the number of resets after which updates by hand are assumed
             model.loss(a=[3], b=[4]).backward()
         optimizer.step()
     snapshot = samples(watcher, sink)
@@ -663,7 +663,7 @@ def test_unused_parameters_with_zeroed_gradients_are_missing_not_dead():
 
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_a_collected_model_takes_its_watcher_along(is_traced):
-    """Not while a compiler traces, whose tensors hold nothing: what is left is flushed later."""
+    """Tensors have no data while a compiler traces: the flush then waits until the watcher is removed."""
     model = Chosen(a=1)
     watcher, sink = watch(model)
     reference = weakref.ref(model.a)
@@ -678,7 +678,7 @@ def test_a_collected_model_takes_its_watcher_along(is_traced):
 
 
 class LikeFabrics(nn.Module):
-    """Lightning Fabric's wrapper, which holds the model twice."""
+    """A wrapper that holds the model twice, like that of Lightning Fabric."""
 
     def __init__(self, model):
         super().__init__()
@@ -687,7 +687,7 @@ class LikeFabrics(nn.Module):
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, LikeFabrics, functools.partial(torch.compile, backend="eager")])
 def test_a_wrapper_may_be_thrown_away_while_its_model_is_trained(wrap):
-    """A line such as watch(torch.compile(model)), a notebook's cell that wraps once more."""
+    """A wrapper is discarded by watch(torch.compile(model)), or when a notebook cell wraps the model again."""
     model = Chosen(a=1)
     watcher, sink = watch(wrap(model))
     gc.collect()
@@ -754,7 +754,7 @@ def test_an_overflowing_clip_is_an_explosion_not_a_zeroed_gradient():
         optimizer.step()
     snapshot = samples(watcher, sink)
     assert snapshot.total_grad_norm[10] == pytest.approx(2e20)
-    assert snapshot.total_grad_norm_clipped[10] == 0  # torch's own norm overflows, so that it clips to nothing
+    assert snapshot.total_grad_norm_clipped[10] == 0  # torch's norm overflows, so it clips to 0
     assert [alert.title for alert in sink.alerts] == ["Exploding gradient"]
 
 
@@ -769,7 +769,7 @@ def test_blocks_that_are_trained_in_turn():
     for _ in range(3):
         step(model, optimizer, head=[2], body=[3])
     snapshot = samples(watcher, sink)
-    # The first gradient after the change is seen only when the optimizer uses it, perhaps clipped.
+    # The first gradient after the change is first measured at the step, when it may already be clipped.
     assert of(snapshot, "body", "grad_norm")[2:].tolist() == [3, 3]
     assert of(snapshot, "body", "grad_norm_clipped")[1:].tolist() == [3, 3, 3]
     assert np.isnan(of(snapshot, "head", "grad_norm")[1:]).all()
@@ -843,7 +843,7 @@ def test_an_optimizer_without_a_hash():
 
 
 def test_modules_that_exchange_their_names_exchange_their_rows():
-    # The same parameters, ids and optimizer, under other names: nothing but the names has changed.
+    # The parameters, their ids and the optimizer stay the same; only the names change.
     model = nn.ModuleDict({"a": Chosen(p=1), "b": Chosen(p=1), "c": Chosen(p=1)})
     optimizer = SGD(model.parameters(), lr=0.0)
     watcher, sink = watch(model)
@@ -867,7 +867,7 @@ def test_modules_that_exchange_their_names_exchange_their_rows():
 
 
 def test_hooks_go_with_the_names_of_their_parameters():
-    # Also where it is frozen, and cannot be hooked anew. Zeros that a hook has told of are no leftovers of zero_grad().
+    # Also for a frozen parameter, which cannot be hooked again. Zeros that a hook has reported are measured.
     model = nn.ModuleDict({"a": Chosen(p=1), "b": Chosen(p=1)})
     optimizer = SGD(model.parameters(), lr=0.0)
     watcher, sink = watch(model)

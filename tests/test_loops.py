@@ -1,4 +1,4 @@
-"""Unusual ways to run a backward or a step: compiled, checkpointed, fused into each other, nested, threaded."""
+"""Unusual backwards and steps: compiled, checkpointed, steps inside the backward, nested, in threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SGD = torch.optim.SGD
 
 
 def float64_norms(model, batch):
-    """The per-parameter gradient norms of the mean squared output, recomputed by autograd in float64."""
+    """Return the gradient norm of each parameter for the mean squared output, computed by autograd in float64."""
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).double()
     twin.zero_grad()
     twin(batch.double()).square().mean().backward()
@@ -63,7 +63,7 @@ class Checkpointed(nn.Module):
 
 
 def test_updates_by_hand_with_everything_inside_a_reentrant_checkpoint():
-    """Its inner backward marks every parameter, and is over before the outer one begins to be seen."""
+    """The inner backward marks every parameter, and ends before a hook reports the outer backward."""
     model = Chosen(a=2, b=1)
     watcher, sink = watch(model)
     for _ in range(5):
@@ -311,14 +311,14 @@ def test_parametrization_and_pruning():
     np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("steps_before", [1, 4])  # what is carried over from step to step is looked for in the first 3
+@pytest.mark.parametrize("steps_before", [1, 4])  # within, and after, the first 3 steps, which differ
 def test_swapped_tensors_are_followed(steps_before):
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model = nn.Linear(4, 1)
         watcher, sink = watch(model)
         train(model, SGD(model.parameters(), lr=0.1), steps=steps_before)
-        model.to(torch.float64)  # refuses tensors with weak references to them
+        model.to(torch.float64)  # fails for tensors that have weak references
         expected = []
         optimizer = SGD(model.parameters(), lr=0.1)
         for batch in batches(3):
@@ -359,7 +359,7 @@ def test_nothing_is_measured_while_a_cuda_graph_is_captured(monkeypatch):
 
 @pytest.mark.parametrize("sample_every", [1, 3])
 def test_an_optimizer_that_begins_to_step_later_splits_no_sample(sample_every):
-    """A warm-up that holds one of two optimizers back: nothing waits for it, and its first step opens no sample."""
+    """Only one of two optimizers steps at first. Samples do not wait for the other; its first step opens no sample."""
     model = Chosen(a=1, b=1)
     first, second = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)
     watcher, sink = watch(model, sample_every=sample_every)
@@ -377,7 +377,7 @@ def test_an_optimizer_that_begins_to_step_later_splits_no_sample(sample_every):
     np.testing.assert_equal(of(snapshot, "b", "grad_norm"), [np.nan, np.nan, np.nan, np.nan, 50, 60][sampled])
 
 
-# `reached`: for each update, which of the two parameters its backward reaches.
+# `reached`: for each update, the parameters that its backward reaches.
 @pytest.mark.parametrize("sample_every", [1, 5])
 @pytest.mark.parametrize("set_to_none", [False, True], ids=["zeroed", "none"])
 @pytest.mark.parametrize("reached", ["ab ab ab ab", "a a a a", "b b b b", "b a b a"])
@@ -405,7 +405,7 @@ def test_watch_in_mid_training_splits_no_sample(sample_every, set_to_none, reach
 
 
 def test_a_parameter_added_and_first_used_alone_is_missing_once_which_is_said(said):
-    """No hook of ours is on anything that this backward reaches: it could have been clipped since."""
+    """This backward reaches no parameter with a hook, so its gradient may be clipped before it is first measured."""
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.1)
     watcher, sink = watch(model)
@@ -454,7 +454,7 @@ def test_gradients_assigned_by_hand_belong_together_as_the_optimizers_step(num_o
 
 
 def test_clipping_through_data_is_seen_whatever_the_cadences_are():
-    """sample_every does not divide log_every: the last sample before a flush is not at the flush's own step."""
+    """sample_every does not divide log_every, so the last sample of a window is not at the step of the flush."""
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.1)
     watcher, sink = watch(model, sample_every=3, log_every=7)
@@ -471,7 +471,7 @@ def test_clipping_through_data_is_seen_whatever_the_cadences_are():
 
 
 def test_rows_that_follow_each_other_closely_compare_every_gradient_in_turn(monkeypatch):
-    """All of them for every row would be a second pass over the gradients at every step."""
+    """Comparing every gradient for every row would be a second pass over the gradients at every step."""
     compared = []
 
     def counting(gradients, **more):
@@ -491,11 +491,11 @@ def test_rows_that_follow_each_other_closely_compare_every_gradient_in_turn(monk
     received = of(samples(watcher, sink), "c", "grad_norm_clipped")
     assert compared[:6] == [4, 4, 4, 1, 1, 1]  # steps 1 to 3; 8, 13 and 18
     assert received[:20].tolist() == [10] * 20
-    assert received[40:].tolist() == [pytest.approx(1)] * 30  # c's turn came in one of four, within 20 steps
+    assert received[40:].tolist() == [pytest.approx(1)] * 30  # one of four per row: c was compared within 20 steps
 
 
 def test_another_default_device_changes_nothing():
-    """Tensors of our own say where they are: what torch.set_default_device() chose is the user's."""
+    """The package's own tensors have explicit devices, whatever torch.set_default_device() has set."""
     model = Chosen(a=1, b=1)
     optimizer = SGD(model.parameters(), lr=0.1)
     with torch.device("meta"):
@@ -552,7 +552,7 @@ def test_a_late_step_that_is_skipped_joins_its_sample_like_any_other():
     for gradients, optimizers in (
         ({"a": [1], "b": [1]}, (first, second)),
         ({"a": [2], "b": [math.inf]}, (first,)),
-        ({"a": [3]}, (first, second)),  # b's gradient is the step's before, and not finite
+        ({"a": [3]}, (first, second)),  # b still has the infinite gradient of the step before
     ):
         first.zero_grad()
         scaler.scale(model.loss(**gradients)).backward()
@@ -565,7 +565,7 @@ def test_a_late_step_that_is_skipped_joins_its_sample_like_any_other():
 def test_asking_for_the_newest_sample_makes_no_sample_of_a_backward_without_an_update():
     model = Chosen(a=1)
     watcher, sink = watch(model)
-    for gradient in (7, 8):  # a look at the gradients before the training begins
+    for gradient in (7, 8):  # backwards before the training, without an update
         model.zero_grad()
         model.loss(a=[gradient]).backward()
         assert watcher.latest is None
@@ -596,11 +596,11 @@ def test_clipping_through_data_is_seen_after_the_first_steps_were_skipped():
 
 
 def test_a_lazy_model_is_watched_before_its_first_forward():
-    """Its parameters have no shape yet, and torch refuses nearly every function of them."""
+    """Uninitialised parameters have no shape, and most functions of torch raise for them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.LazyLinear(1))
     watcher, sink = watch(model)
-    model(batches()[0])  # the dry run that torch's documentation asks for
+    model(batches()[0])  # the dry run that torch's documentation requires
     expected = train(model, SGD(model.parameters(), lr=0.1))
     snapshot = samples(watcher, sink)
     assert snapshot.names == tuple(name for name, _ in model.named_parameters())
@@ -609,7 +609,7 @@ def test_a_lazy_model_is_watched_before_its_first_forward():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_scripted_model_is_watched_like_any_other():
-    """Its modules keep their parameters in wrappers that know items() and keys(), and cannot be iterated over."""
+    """Scripted modules keep their parameters in wrappers that have items() and keys() but cannot be iterated over."""
     model = torch.jit.script(mlp())
     watcher, sink = watch(model)
     expected, optimizer = [], SGD(model.parameters(), lr=0.1)

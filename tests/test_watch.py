@@ -1,4 +1,4 @@
-"""watch() itself: what it refuses, what it says, what it does in a real W&B run, and what it never does to training."""
+"""watch(): invalid arguments, messages, the rows in a real W&B run, and what it must leave unchanged."""
 
 from __future__ import annotations
 
@@ -186,11 +186,11 @@ def test_an_exception_inside_the_monitor_is_reported_once_and_training_goes_on(p
     monkeypatch.setattr(f"wandb_gradwatch._capture.{place}", broken)
     for _ in range(3):
         step(model, optimizer, a=[1])
-        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # looks up whether it is watched
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # looks up whether the parameters are watched
     assert model.a.item() == 1 - 4 * 0.5
     assert [record.levelno for record in caplog.records if "stopped watching" in record.message] == [logging.ERROR]
     assert "ZeroDivisionError: inside the monitor" in caplog.text
-    assert set(sink.merged().total_grad_norm.tolist()) == {1}  # what was measured before is kept
+    assert set(sink.merged().total_grad_norm.tolist()) == {1}  # the samples from before are kept
     assert sink.closed
     watcher.remove()
 
@@ -225,7 +225,7 @@ def test_nan_at_50_and_a_spike_at_110_are_both_alerted_and_no_good_step_is():
         value = {50: math.nan, 110: 1000 * noise[110].item()}.get(number, noise[number - 1].item())
         step(model, optimizer, a=[value])
     watcher.remove()
-    told = dict.fromkeys((alert.title, alert.step) for alert in sink.alerts)  # the spike again: the parameters are NaN
+    told = dict.fromkeys((alert.title, alert.step) for alert in sink.alerts)  # the spike is sent twice: NaN parameters
     assert list(told) == [("NaN gradient", 50), ("Exploding gradient", 110)]
 
 
@@ -335,7 +335,7 @@ def test_the_state_is_small_and_plain_when_nothing_is_pending():
 
 @pytest.mark.parametrize("second", ["a", "b"])  # with the first one's name, or another
 def test_no_row_waits_for_the_runs_end_because_of_another_watcher(start_run, second):
-    """Every row of either model joins the user's row of its own step, each with a total norm of its own."""
+    """The rows of both models join the user's row of their step, and each model has its own total norm."""
     run = start_run(mode="offline")
     models = [Chosen(a=1), Chosen(**{second: 1})]
     optimizers = [SGD(model.parameters(), lr=0.0) for model in models]
@@ -370,7 +370,7 @@ def test_two_models_with_equal_names_in_one_run_stay_apart(start_run):
 
 
 def test_default_rules_handed_over_know_what_is_frozen_too():
-    """`rules=[*default_rules(), mine]` is what the README advises: it must not see less than rules=None."""
+    """The README recommends `rules=[*default_rules(), mine]`: it must find everything that rules=None finds."""
     model = Chosen(used=1, unused=1, frozen=1)
     model.frozen.requires_grad_(False)
     alerts = []
@@ -388,7 +388,7 @@ def test_default_rules_handed_over_know_what_is_frozen_too():
 
 @pytest.mark.parametrize("held", [False, True])
 def test_a_network_that_is_only_copied_into_needs_no_gradient_unless_an_optimizer_holds_it(held):
-    """Target networks (DQN, SAC, TD3): trainable by requires_grad, updated by copying."""
+    """Target networks (DQN, SAC, TD3) have requires_grad, but are updated by copying and get no gradients."""
     models = {"online": Chosen(a=1), "target": Chosen(a=1)}
     optimizer = SGD([*models["online"].parameters(), *(models["target"].parameters() if held else ())], lr=0.1)
     alerts = []
@@ -401,9 +401,9 @@ def test_a_network_that_is_only_copied_into_needs_no_gradient_unless_an_optimize
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_what_is_unfrozen_or_frozen_on_the_way_needs_no_gradient_while_it_is_frozen(frozen):
-    """Layers that start one after the other, and one that is frozen later; detached instead, it is missed.
+    """Unfreeze layer b later, and freeze layer c: no alert. If c is detached instead of frozen, its gradient is missed.
 
-    After 45 samples with a gradient 4 without one have a chance of (1 / 47)^4, which is below a millionth.
+    After 45 samples with a gradient, 4 samples without one have a probability of (1 / 47)^4, below a millionth.
     """
     model = Chosen(a=1, b=1, c=1)
     optimizer = SGD(model.parameters(), lr=0.1)
