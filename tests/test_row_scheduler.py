@@ -274,7 +274,7 @@ def test_our_failure_is_said_once_and_leaves_the_user_alone(caplog: pytest.LogCa
         run.finish()
     assert run.core.rows == [(step, {"loss": step}) for step in range(5)]
     assert [record.message for record in caplog.records] == [
-        "Gradients are no longer logged to W&B: placing a row failed. Training goes on."
+        "wandb_gradwatch: a row could not be logged to W&B: no more are, and training goes on"
     ]
     assert row_scheduler.ended
 
@@ -324,7 +324,7 @@ def test_a_last_flush_that_fails_does_not_take_the_waiting_rows_with_it(said: An
     row_scheduler.before_end(lambda: 1 / 0)
     run.finish()
     assert run.core.rows == [(0, {"own": "0"})]
-    assert said() == ["The last gradients were not all logged to W&B."]
+    assert said() == ["wandb_gradwatch: the last gradients were not all logged to W&B."]
 
 
 def test_a_last_flush_that_was_taken_back_is_not_called() -> None:

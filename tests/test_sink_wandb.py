@@ -134,7 +134,7 @@ def test_many_names_become_modules_and_it_is_said_once(offline_run: Any, said: A
     assert [len([key for key in row if key.startswith("grad_norm/")]) for row in history(offline_run)] == [200, 200]
     (message,) = said()
     assert message == (
-        "The model has 400 parameters, but W&B shows at most 256 series well: they are logged as 200 groups "
+        "wandb_gradwatch: of 400 parameters W&B would show no more than 256 well: they are logged as 200 groups "
         '(one per module). To choose, pass group_by="parameter" for all, or group_by= a function from parameter name '
         "to group name."
     )
@@ -355,7 +355,7 @@ def test_after_a_row_that_could_not_be_logged_alerts_are_sent_and_the_run_is_not
     run.finish()
     assert sent == [ALERT.title]
     (message,) = said()
-    assert message.startswith("Gradients are no longer logged to W&B: placing a row failed.")
+    assert message.startswith("wandb_gradwatch: a row could not be logged to W&B: no more are")
 
 
 def test_a_run_that_ends_while_watched_ends_the_logging_and_it_is_said_once(start_run: Any, said: Any) -> None:
@@ -371,7 +371,7 @@ def test_a_run_that_ends_while_watched_ends_the_logging_and_it_is_said_once(star
     second_sink.write(window({"a": [1.0]}, first_step=9))
     second.finish()
     (message,) = said()
-    assert message.startswith(f"W&B run '{first.id}' has ended: gradients are no longer logged to it.")
+    assert message.startswith(f"wandb_gradwatch: W&B run '{first.id}' has ended: gradients are no longer logged to it.")
     assert message.endswith("Call watch() again in the next run.")
     assert [row["gradwatch/step"] for row in history(first)] == [0]
     assert [row["gradwatch/step"] for row in history(second)] == [9]
@@ -427,7 +427,7 @@ def test_a_script_that_never_logs_keeps_its_summary_fresh_and_is_told_once(offli
     assert [row["gradwatch/step"] for row in history(offline_run)] == list(range(20))
     (message,) = said()
     assert message == (
-        "8 rows of gradients are queued because the script has not called run.log() yet. "
+        "wandb_gradwatch: 8 rows of gradients are queued because the script has not called run.log() yet. "
         "They are logged when the script calls run.log(), or when the run ends. If the script never calls run.log(), "
         "use watch(..., sinks=[WandbSink(commit=True)])."
     )

@@ -77,7 +77,7 @@ def test_a_refusal_is_not_repeated_and_said(hook: responses.RequestsMock, said: 
     sink.alert(ALERT)
     sink.close()
     assert len(hook.calls) == 1
-    assert said() == ["The webhook did not accept the alert 'NaN gradient' of step 7: HTTP 404."]
+    assert said() == ["wandb_gradwatch: the webhook did not accept alert 'NaN gradient' of step 7: HTTP 404."]
 
 
 def test_attempts_are_bounded(hook: responses.RequestsMock, said: Any) -> None:
@@ -94,7 +94,7 @@ def test_attempts_are_bounded(hook: responses.RequestsMock, said: Any) -> None:
         assert refused.acquire(timeout=30)
     sink.close()
     assert len(hook.calls) == 5
-    assert said() == ["The webhook did not accept the alert 'NaN gradient' of step 7: HTTP 503."]
+    assert said() == ["wandb_gradwatch: the webhook did not accept alert 'NaN gradient' of step 7: HTTP 503."]
 
 
 class _Blocked:
@@ -124,7 +124,7 @@ def test_training_never_waits_and_the_queue_is_bounded(
     blocked.answer.set()
     sink.close()
     assert len(hook.calls) == 3
-    assert said() == ["The webhook is too slow: 2 alerts are queued; new ones are dropped."]
+    assert said() == ["wandb_gradwatch: the webhook is too slow: 2 alerts wait; new ones are dropped."]
 
 
 def test_closing_takes_a_bounded_time(hook: responses.RequestsMock, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_closing_takes_a_bounded_time(hook: responses.RequestsMock, said: Any, m
     assert blocked.asked.wait(30)
     monkeypatch.setattr(_webhook, "_TIMEOUT", 0.01)
     sink.close()
-    assert said() == ["The webhook did not answer within 0.01 s: alerts may not have been sent."]
+    assert said() == ["wandb_gradwatch: the webhook did not answer in 0.01 s: alerts may be missing."]
     blocked.answer.set()
     sink.close()  # again: nothing happens
     sink.alert(ALERT)  # after the end: nothing either
@@ -147,7 +147,7 @@ def test_the_url_is_in_no_log_and_no_repr(hook: responses.RequestsMock, caplog: 
         sink.alert(ALERT)
         sink.close()
     assert repr(sink) == "WebhookSink(url=<secret>)"
-    assert "did not accept the alert" in caplog.text
+    assert "did not accept alert" in caplog.text
     assert "the-secret" not in caplog.text
     with pytest.raises(TypeError, match="holds a secret and a thread; it cannot be pickled or copied"):
         pickle.dumps(sink)
@@ -177,7 +177,7 @@ def test_an_error_that_is_not_requests_own_ends_nothing_and_shows_nothing(
     sink.alert(ALERT)
     sink.alert(ALERT)
     sink.close()
-    assert "did not accept the alert 'NaN gradient' of step 7: ValueError" in caplog.text
+    assert "did not accept alert 'NaN gradient' of step 7: ValueError" in caplog.text
     assert len(hook.calls) == 2
     assert "the-secret" not in caplog.text + "".join(capfd.readouterr())
 

@@ -278,7 +278,7 @@ class RowScheduler:
         except Exception as error:
             raise_interruption(error)
             if not self.ended:  # a signal handler may have ended the run meanwhile
-                logger.exception("Gradients are no longer logged to W&B: placing a row failed. Training goes on.")
+                logger.exception("wandb_gradwatch: a row could not be logged to W&B: no more are, and training goes on")
                 self.failed = True
                 self._stop()
         self._seconds += time.perf_counter() - began
@@ -297,7 +297,7 @@ class RowScheduler:
             try:
                 log()
             except Exception:
-                logger.exception("The last gradients were not all logged to W&B.")
+                logger.exception("wandb_gradwatch: the last gradients were not all logged to W&B.")
         self._stop()
 
     def _stop(self) -> None:

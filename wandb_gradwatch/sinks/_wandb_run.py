@@ -213,7 +213,7 @@ class WandbSink(Sink):
         """Log a warning once per message."""
         if message not in self._said:
             self._said.add(message)
-            logger.warning(message, *args)
+            logger.warning(f"wandb_gradwatch: {message}", *args)
 
     def _tell_order(self, names: list[str]) -> None:
         """Save the names in the run's config in the model's order, which the history loses; warn about shared keys."""
@@ -270,7 +270,7 @@ class SeriesGrouping:
         self._automatic, description = coarse_grouping(snapshot.names)
         grouped = snapshot.by_group(self._automatic)
         logger.warning(
-            "The model has %d parameters, but W&B shows at most %d series well: they are logged as %d groups (%s). "
+            "wandb_gradwatch: of %d parameters W&B would show no more than %d well: they are logged as %d groups (%s). "
             'To choose, pass group_by="parameter" for all, or group_by= a function from parameter name to group name.',
             len(snapshot.names),
             MAX_SERIES,

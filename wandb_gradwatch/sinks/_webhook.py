@@ -69,7 +69,9 @@ class WebhookSink(Sink):
         except queue.Full:
             if not self._said_full:
                 self._said_full = True
-                logger.warning("The webhook is too slow: %d alerts are queued; new ones are dropped.", _MAX_WAITING)
+                logger.warning(
+                    "wandb_gradwatch: the webhook is too slow: %d alerts wait; new ones are dropped.", _MAX_WAITING
+                )
 
     def close(self) -> None:
         """Wait a bounded time for queued alerts to be sent. Idempotent."""
@@ -81,7 +83,7 @@ class WebhookSink(Sink):
             self._waiting.put(_STOP, timeout=_TIMEOUT)
             self._thread.join(_TIMEOUT)
         if self._thread.is_alive():
-            logger.warning("The webhook did not answer within %g s: alerts may not have been sent.", _TIMEOUT)
+            logger.warning("wandb_gradwatch: the webhook did not answer in %g s: alerts may be missing.", _TIMEOUT)
 
     def _send_all(self) -> None:
         import requests
@@ -116,4 +118,6 @@ class WebhookSink(Sink):
         except Exception as error:  # requests does not wrap every error: urllib3 raises its own for a bad address
             problem = type(error).__name__  # the error's text and traceback contain the URL
         if problem:
-            logger.warning("The webhook did not accept the alert %r of step %d: %s.", alert.title, alert.step, problem)
+            logger.warning(
+                "wandb_gradwatch: the webhook did not accept alert %r of step %d: %s.", alert.title, alert.step, problem
+            )
