@@ -95,3 +95,14 @@ def test_where_every_first_update_moves_the_parameters_the_one_after_a_spike_say
         weight *= 1.1 if step > begins else 1.0
         samples.append(sample_of({"a": [norm]}, step=step, parameters={"a": np.array([weight])}))
     assert levels(ExplodingGradient(), together(samples)) == told
+
+
+def test_one_sample_is_no_history_unless_the_updates_have_moved_the_parameters() -> None:
+    """MoCo's queue holds random vectors at first, and keys from step 2 on: 35 times the norm, and falling at once."""
+    assert levels(ExplodingGradient(), of_norms([0.43, 15.0, 13.0, 11.0, 9.0, 5.7, 5.0])) == []
+    weights = [3.0, 4.0]  # by a third
+    samples = [
+        sample_of({"a": [g]}, step=s, parameters={"a": np.array([w])})
+        for s, g, w in zip((1, 2), (0.43, 50.0), weights, strict=True)
+    ]
+    assert levels(ExplodingGradient(), together(samples)) == [(2, "WARN")]

@@ -164,8 +164,9 @@ class ExplodingGradient(ShippedRule):
             with small batches and in reinforcement learning, both limits are higher.
         deviations: standard deviations of the log norm between the median and the limit; a quarter of them lies between
             the record and the limit.
-        first_factor: replaces both factors in the first 5 samples: a multiple of the largest norm so far, which grows
-            with the square root of the steps between samples. Samples less than half that distance apart count as one.
+        first_factor: replaces both factors in the first 5 samples: a multiple of the largest norm so far (after one
+            sample that moved no parameter at least 100), which grows with the square root of the steps between samples.
+            Samples less than half that distance apart count as one.
         growth: largest factor of a steady rise over 5 to 64 samples; None switches this check off.
         adapt_after: after this many samples in a row above the limit, their level counts as usual.
     """
@@ -217,7 +218,9 @@ class ExplodingGradient(ShippedRule):
             return math.inf
         # Ten steps in a row say little about the hundredth step after them.
         if min(past.num_survived, len(norms) - 1) < _FIRST:
-            return past.record + math.log(self.first_factor) + (0.0 if moved else 0.5 * math.log(gap))
+            # One sample is hardly a history, unless the updates moved the parameters: MoCo's queue is filled after it.
+            factor = self.first_factor if past.num_survived > 1 or moved else max(self.first_factor, _AT_ONCE)
+            return past.record + math.log(factor) + (0.0 if moved else 0.5 * math.log(gap))
         survived = past.record + math.log(self.record_factor)
         if norms[-1] <= survived:  # the usual case: the median below costs more than all else here
             return survived
