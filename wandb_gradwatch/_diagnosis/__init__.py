@@ -1,4 +1,4 @@
-"""Symptom -> probable cause -> remedy, as data and in words. Pure; nothing here needs torch or a W&B run."""
+"""Diagnosis: finds the probable causes of a symptom, and their remedies. Pure; needs neither torch nor a W&B run."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .patterns import PATTERNS
 
 __all__ = ["CAUSES", "FIRST_BAD_OPERATION", "Diagnosis", "diagnose", "with_diagnosis"]
 
-FIRST_BAD_OPERATION: Final = "first_bad_operation"  # the note of a step that was run again: what made its NaN or Inf
+FIRST_BAD_OPERATION: Final = "first_bad_operation"  # the note of a step that was run again, with the operation found
 
 _WITHHELD: Final = (
-    "The guard did not apply this step: parameters and optimizer state are as they were before it. A single one can be "
-    "left at that; if more follow, it is not the batch: act on the cause."
+    "The guard did not apply this step: parameters and optimizer state are as they were before it. After a single such "
+    "step nothing else is needed; if more follow, the batch is not the cause: act on the cause."
 )
 
 _MOVEMENTS: Final = ("Exploding gradient", "Loss spike", "Non-finite loss", *NONFINITE_TITLES)
-_EPISODE: Final = 40  # samples before an alert: what is older is not its cause
-_LASTING: Final = ("Optimizer without the model",)  # what does not pass, whenever it was told
+_EPISODE: Final = 40  # number of samples before an alert that are searched for its cause
+_LASTING: Final = ("Optimizer without the model",)  # titles of faults that stay, however long ago they were reported
 _NOT_CLEAR: Final = "not clear"
 _WAKE: Final = 'that of the alert "'
-_AS_PROBABLE: Final = 0.1  # less confident by this much at most: neither is claimed
+_AS_PROBABLE: Final = 0.1  # difference in confidence up to which two causes are equally probable
 
 
 def diagnose(
@@ -46,17 +46,17 @@ def diagnose(
     notes: Mapping[int, Mapping[str, object]] | None = None,
     num_ranks: int = 1,
 ) -> list[Diagnosis]:
-    """Name the probable causes of what a history shows, most probable first; none for a healthy one.
+    """Return the probable causes of what a history shows, most probable first; [] for a healthy history.
 
-    Layers are compared in the order of `history.names`, which is the model's: the first is nearest the input.
-    Parameters are merged into modules first, and a trend over the depth is a line through all of them, not two
-    extremes: "norm falls 40x from layer 9 back to layer 1".
+    Layers are compared in the order of `history.names`, the model's order: the first is nearest the input. Parameters
+    are merged into modules first. A trend over the depth, such as "norm falls 40x from layer 9 back to layer 1", is a
+    line through all modules, not the distance of two extremes.
 
     Args:
-        history: samples of one training, oldest first: what a FlightRecorder keeps.
+        history: samples of one training, oldest first, as a FlightRecorder keeps them.
         modules: class names of the modules by name, `{n: type(m).__name__ for n, m in model.named_modules()}`.
-        notes: what the user said about steps: FlightRecorder.notes.
-        num_ranks: that make the gradient together; the history's loss is that of one.
+        notes: the user's notes by step: FlightRecorder.notes.
+        num_ranks: number of ranks that make the gradient together; the history's loss is that of one rank.
     """
     if not len(history) or not history.names:
         return []
@@ -66,16 +66,16 @@ def diagnose(
 
 
 def with_diagnosis(alert: Alert, history: Snapshot | None, *, earlier: Sequence[Alert] = (), **context: Any) -> Alert:
-    """The alert with its general cause replaced by what this history shows, and what the guard has done about it.
+    """Return the alert with the cause that this history shows instead of its general one, and what the guard has done.
 
-    Only samples up to what the alert was found in are looked at, those that hold most of the same parameters (a GAN's
-    two kinds of updates have other norms and learning rates), and only causes that can explain an alert of this title.
-    A history that shows nothing changes nothing. What is returned has no parts any more: it is what people get.
+    Only samples up to the alert's are used, and of these only samples with mostly the same parameters (a GAN's two
+    kinds of updates differ in norm and learning rate). Only causes that can explain an alert of this title are named.
+    Without a finding the text stays the same. The result is a plain Alert, without the parts of a Finding.
 
     Args:
-        history: samples with the alert's among them.
-        earlier: the alerts sent before it, oldest first.
-        context: as in `diagnose`.
+        history: samples, including the alert's own.
+        earlier: the alerts that were sent before this one, oldest first.
+        context: the keyword arguments of `diagnose`.
     """
     if history is not None:
         alert = _diagnosed(alert, history, context)
@@ -95,10 +95,10 @@ def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> A
     if not isinstance(alert, Finding):
         return replace(alert, text="\n".join([alert.text, *lines]))
     fitting = [d for d in diagnose(recent, **context) if d.explains(alert.title)] if len(recent) else []
-    # That a spike has passed, or has not, the rule knows better than its own step shows.
+    # The rule knows whether a spike has passed; the samples up to the alert's step do not show it.
     is_no_spike = alert.title == ExplodingGradient.title and alert.kind not in SPIKES
     fitting = [d for d in fitting if d.cause != BAD_BATCH or not is_no_spike]
-    if alert.kind == "passed":  # then it was no new level
+    if alert.kind == "passed":  # so the data has no new level
         fitting = [replace(d, rival="") if d.cause == BAD_BATCH else d for d in fitting]
     if fitting and not (len(until) and until.arose_after_backward[-1]):
         alert = alert.because(*_in_words(fitting))
@@ -112,7 +112,7 @@ def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> A
 
 
 def _in_the_wake(alert: Alert, history: Snapshot, earlier: Sequence[Alert]) -> Alert:
-    """What its own samples do not decide, and came after an error whose cause is known, has probably that cause."""
+    """Replace an unclear cause by the known cause of an earlier error nearby, which probably caused this alert, too."""
     if not isinstance(alert, Finding) or not alert.cause.startswith(_NOT_CLEAR):
         return alert
     for one in earlier:
@@ -126,7 +126,7 @@ def _in_the_wake(alert: Alert, history: Snapshot, earlier: Sequence[Alert]) -> A
 
 
 def _of_one_kind(present_SP: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """The samples that share at least half of their parameters with the last one, which may have none."""
+    """Return the samples that share at least half of their parameters with the last one; all if that has none."""
     if not len(present_SP) or not present_SP[-1].any():
         return np.arange(len(present_SP))
     common_S, either_S = (present_SP & present_SP[-1]).sum(axis=1), (present_SP | present_SP[-1]).sum(axis=1)
@@ -134,7 +134,7 @@ def _of_one_kind(present_SP: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
 
 
 def _in_words(fitting: Sequence[Diagnosis]) -> tuple[str, str]:
-    """The most probable cause, or two of them where nothing in the samples tells them apart, and the remedy."""
+    """Return the most probable cause, or two if the samples do not tell them apart, and the remedy."""
     first, *others = fitting
     if not others or others[0].confidence < first.confidence - _AS_PROBABLE:
         return first.in_words, first.remedy
@@ -145,7 +145,7 @@ def _in_words(fitting: Sequence[Diagnosis]) -> tuple[str, str]:
 
 
 def _until(history: Snapshot, step: int) -> Snapshot:
-    """The samples up to a step. The histogram, which is of the newest ones, stays only if nothing is cut off."""
+    """Return the samples up to a step. The histogram, that of the newest samples, is kept only if all samples are."""
     kept = np.flatnonzero(history.steps <= step)
     if len(kept) == len(history):
         return history

@@ -1,4 +1,4 @@
-"""The probable causes by name, and what a diagnosis says of one."""
+"""The names of the probable causes, the alerts that each can explain, and the Diagnosis of one cause."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..rules._loss import UNBOUNDED
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One probable cause.
+    """One probable cause of a fault.
 
     Args:
         cause: what probably went wrong; one of the CAUSES.
-        confidence: between 0 and 1, to rank causes by; no probability.
-        evidence: what in the samples says so, with numbers.
-        remedy: what to do about it.
-        rival: what else gives the same evidence, and what tells the two apart; "" where something speaks for this cause
+        confidence: between 0 and 1, to rank causes; not a probability.
+        evidence: what the samples show, with numbers.
+        remedy: what to do about the cause.
+        rival: another cause with the same evidence, and what tells the two apart; "" if the evidence is for this cause
             alone.
-        also: titles of alerts that this one explains besides those of its cause.
+        also: titles of further alerts that this diagnosis explains, besides those of its cause in CAUSES.
     """
 
     cause: str
@@ -38,7 +38,7 @@ class Diagnosis:
 
     @property
     def in_words(self) -> str:
-        """The cause with its evidence, and with its rival."""
+        """The cause with its evidence and its rival, as a text."""
         words = f"{self.cause} ({self.evidence})"
         return f"not clear: either {words}, or {self.rival}" if self.rival else words
 
@@ -73,7 +73,7 @@ FORWARD = "activations beyond the range of float16"
 OVERFLOW = "an overflow: values beyond the range of their type"
 INVALID = "an operation without a finite derivative"
 
-# What each cause can explain, by the titles of the shipped rules.
+# cause -> titles of the shipped rules' alerts that it can explain
 _EXPLOSION, SILENCE = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("Vanishing gradient", "Dead gradient")
 CAUSES: Final[dict[str, tuple[str, ...]]] = {
     LEARNING_RATE: (*_EXPLOSION, "Loss scale collapse", "Parameters grow too fast", "Loss spike", "Non-finite loss"),
@@ -108,12 +108,12 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     INVALID: ("NaN gradient", "Inf gradient", "Non-finite loss", "Loss scale collapse"),
 }
 
-# What tells a cause from another that the samples show as well.
+# cause -> what tells it apart from another cause that the samples show as well
 APART: Final = {
     NONFINITE_BATCH: 'watch(model, on_nonfinite="trace"), which names the first bad operation,',
     INVALID: 'watch(model, on_nonfinite="trace"), which names the first bad operation,',
     DATA_SCALE: "the size of the loss at the first step",
     LEARNING_RATE: "a run with a tenth of the learning rate",
     INITIALISATION: "the size of the weights at the first step",
-    BAD_BATCH: "that batch, looked at,",
+    BAD_BATCH: "a look at that batch",
 }

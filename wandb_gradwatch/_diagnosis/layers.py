@@ -1,4 +1,4 @@
-"""What a history shows of the layers: their typical norms over the depth, their unrest, their dead units."""
+"""Facts about the layers in a history: typical norms over the depth, scatter, dead units, kinds of modules."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..snapshot import Snapshot
 
 # S samples, P watched parameters, L modules, N clean samples
 
-_AT_ONCE, _MANY = 0.25, 0.9  # of a module's units: more do not die within one sample of a training, and more are
-# not off in an ordinary one
+# Shares of a module's units: more do not die within one sample of a training; more are not off in an ordinary training.
+_AT_ONCE, _MANY = 0.25, 0.9
 _RECURRENT_WORDS: Final = ("weight_hh", "bias_hh", "weight_ih", "bias_ih")
 _RECURRENT_KINDS: Final = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 
 
 class Layers:
-    """The layers over a history.
+    """The layers in a history.
 
     Args:
         history: samples of one training, oldest first.
         clean: [N] indices of the samples with a finite, non-zero gradient.
-        kinds: the class name of each module by its name; empty where unknown.
+        kinds: the class name of each module by its name; {} if unknown.
     """
 
     def __init__(self, history: Snapshot, clean: npt.NDArray[np.int64], kinds: Mapping[str, str]) -> None:
@@ -42,34 +42,34 @@ class Layers:
 
     @cached_property
     def depth(self) -> DepthTrend | None:
-        """How the typical norm of the clean samples changes over the depth."""
+        """The trend over the depth of the modules' typical norms in the clean samples; None if there is none."""
         return trend_of(self.by_module.names, _median_or_nan(self.by_module.grad_norm[self._clean]))
 
     @cached_property
     def first_depth(self) -> DepthTrend | None:
-        """The same at the first clean sample."""
+        """The same trend in the first clean sample."""
         first = self._clean[:1]
         return trend_of(self.by_module.names, self.by_module.grad_norm[first[0]]) if first.size else None
 
     @cached_property
     def scatter_L(self) -> FloatArray:
-        """How much each module's log norm scatters from sample to sample."""
+        """The typical change of each module's log norm from sample to sample: [L]."""
         norm_NL = self.by_module.grad_norm[self._clean]
         log_NL = np.log(np.where(norm_NL > 0, norm_NL, np.nan))
         change_NL = np.diff(log_NL, axis=0)
-        # A median of changes, because a trend is no scatter and one spike is none either.
+        # The median of the changes, which neither a trend nor a single spike makes large.
         return _median_or_nan(np.abs(change_NL))
 
     @cached_property
     def dead_L(self) -> tuple[tuple[str, ...], FloatArray]:
-        """Each module's typical share of dead units over the newest clean samples."""
+        """The names of the modules, and each one's typical share of dead units in the newest clean samples: [L]."""
         names = modules_of(self._history.names).names
         share_SL = dead_units(self._history.names, self._history.dead_ratio)
         return names, _median_or_nan(share_SL[self._clean[-20:]])
 
     def died_one_by_one(self, place: int) -> bool | None:
-        """Whether nine tenths of a module's units are dead, more than at first, and never did a quarter of them die in
-        one sample; None where these died in steps of which only the last was measured."""
+        """Whether nine tenths of a module's units are dead, more than at first, and in no sample more than a quarter
+        died; None if more died over several steps of which only the last was measured."""
         share_N = dead_units(self._history.names, self._history.dead_ratio)[self._clean, place]
         if not (share_N[-1] > np.fmin.reduce(share_N) and share_N[-1] >= _MANY):
             return False
@@ -79,9 +79,9 @@ class Layers:
         return None if np.diff(self._history.steps[self._clean])[rise_N.argmax()] > 1 else False
 
     def is_next_fed(self, place: int) -> bool | None:
-        """Whether what follows a module is given more than 0; None where it is dead too, or the module once was not.
+        """Whether the next module has inputs other than 0; None if it is dead too, or this one was not always dead.
 
-        Of what is given 0 the bias alone has a gradient. What saturates in a training has had one at first.
+        In a module whose inputs are 0 only the bias has a gradient. A module that saturates later had one at first.
         """
         names, dead_SP = self._history.names, self._history.dead_ratio
         share_SL = dead_units(names, dead_SP)[self._clean]
@@ -93,11 +93,11 @@ class Layers:
         return True if share_SL[-1, place + 1] < 1.0 else None
 
     def rise_at(self, sample: int) -> FloatArray:
-        """Each module's norm in a sample over its median in the 16 clean ones before it, NaN where not known: [L]."""
+        """Return each module's norm in a sample / its median in the 16 clean samples before, NaN if unknown: [L]."""
         return self._rise(self.by_module.grad_norm, sample)
 
     def parameter_rise_at(self, sample: int) -> FloatArray:
-        """The same for each parameter: [P]."""
+        """Return the same ratio for each parameter: [P]."""
         return self._rise(self._history.grad_norm, sample)
 
     def _rise(self, norm_SN: FloatArray, sample: int) -> FloatArray:
@@ -107,16 +107,16 @@ class Layers:
         return np.where(np.isfinite(rise_N), rise_N, np.nan)
 
     def split(self, place: int) -> tuple[list[int], list[int]]:
-        """Places of a module's parameters: of its weights, and of its biases.
+        """Return the indices of a module's weights and of its biases.
 
-        A bias has the gradient of what the module returns, a weight has that times what the module has received.
+        A bias has the gradient of the module's output; a weight has that gradient times the module's input.
         """
         modules = modules_of(self._history.names)
         own = np.flatnonzero(modules.of_parameter == place)
         return own[~modules.is_bias[own]].tolist(), own[modules.is_bias[own]].tolist()
 
     def batch_norms(self) -> list[int]:
-        """Places of the batch norms among the modules: by their kind, else by a weight as long as its bias."""
+        """Return the indices of the batch norms: by the modules' classes, otherwise by a weight as long as the bias."""
         size_P = np.max(np.nan_to_num(self._history.num_elements), axis=0)
         sizes: list[list[float]] = [[] for _ in self.by_module.names]
         for place, size in zip(modules_of(self._history.names).of_parameter, size_P.tolist(), strict=True):
@@ -131,11 +131,11 @@ class Layers:
         return places
 
     def is_normalisation(self, place: int) -> bool:
-        """Whether a module divides by a deviation: a batch norm, or one of another kind."""
+        """Whether a module is a normalisation, which divides by a deviation: a batch norm or another kind."""
         return place in self.batch_norms() or "Norm" in self._kinds.get(self.by_module.names[place], "")
 
     def recurrent(self) -> list[int]:
-        """Indices of the recurrent parameters, by the kind of their module or by torch's names for them."""
+        """Return the indices of recurrent parameters, by the class of their module or by torch's names for them."""
         return [
             index
             for index, name in enumerate(self._history.names)
@@ -144,17 +144,17 @@ class Layers:
         ]
 
     def is_before_relu(self, module: str) -> bool:
-        """Whether the module that follows this one is known to be one that is 0 where its input is not above 0."""
+        """Whether the next module is known to be a ReLU, whose output is 0 for inputs below 0."""
         following = dict(zip(self._kinds, [*self._kinds.values()][1:], strict=False))
         return following.get(module) in ("ReLU", "ReLU6")
 
     def has_kind(self, kinds: Sequence[str]) -> str | None:
-        """The first of these kinds that the model has; None if it has none or the kinds are not known."""
+        """Return the first of these class names that the model has; None if it has none, or if they are unknown."""
         return next((kind for kind in kinds if kind in self._kinds.values()), None)
 
 
 def _median_or_nan(values_NL: FloatArray) -> FloatArray:
-    """The median over the samples of what is not missing: [L]."""
+    """Return the median over the samples of the values that are not missing: [L]."""
     present = ~np.isnan(values_NL)
     filled = [values_NL[present[:, index], index] for index in range(values_NL.shape[1])]
     return np.array([float(np.median(column)) if column.size else np.nan for column in filled])

@@ -1,4 +1,4 @@
-"""What came first: an update or the gradient itself, where a norm has left its level; the gradient or the loss."""
+"""Finds when a norm left its level, and what moved first: an update or the gradient, the gradient or the loss."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .parameters import Parameters
 
 # S samples, N clean samples
 
-_NEIGHBOURS: Final = 16  # samples that say what is usual
+_NEIGHBOURS: Final = 16  # number of samples before that define what is usual
 _LEAST: Final = 5
-_SUDDEN, _CALM = math.log(5.0), math.log(3.0)  # times the usual norm: what an onset is at least, and the sample before
-_RECENT: Final = 12  # samples: what began earlier is not what an alert is about
-_ROSE: Final = 3.0  # times the learning rate of the sample before: a schedule that warms up has 2 at most
-_ORDINARY: Final = 3.0  # times the largest of the updates before: no more than those
-_LEAST_BOTH: Final = 12  # samples with both, of which the older half says what is usual
+_SUDDEN, _CALM = math.log(5.0), math.log(3.0)  # log of norm / usual norm: least at an onset, most in the sample before
+_RECENT: Final = 12  # number of newest samples in which the fault of an alert begins
+_ROSE: Final = 3.0  # least learning rate / previous one at a rise; a warm-up schedule reaches 2 at most
+_ORDINARY: Final = 3.0  # most size of an ordinary update / the largest update before
+_LEAST_BOTH: Final = 12  # least number of samples with loss and norm; the older half defines what is usual
 _DEVIATIONS: Final = 6.0
-_PRECISION: Final = 1e-2  # of the median: less is no movement
+_PRECISION: Final = 1e-2  # smallest deviation, as a share of the median
 
 
 @dataclass(frozen=True)
 class RateRise:
-    """The learning rate went up, in the update of a sample at once or up to it step by step."""
+    """A rise of the learning rate: at once in the update of a sample, or step by step up to it."""
 
     before: float
     after: float
@@ -39,13 +39,13 @@ class RateRise:
 
 @dataclass(frozen=True)
 class Onset:
-    """A clean sample whose norm is far above those before it.
+    """A clean sample whose norm is far above the norms before it.
 
     Args:
-        sample: which one.
-        factor: its norm over the median of those before it.
-        ordinary_update: whether the update before it moved the parameters no more than usual: then no update has
-            made this gradient, but the batch, the targets or the loss.
+        sample: the index of the sample.
+        factor: its norm / the median of the norms before it.
+        ordinary_update: whether the update before it moved the parameters no more than usual. If so, not an update
+            but the batch, the targets or the loss has made this gradient.
     """
 
     sample: int
@@ -54,11 +54,11 @@ class Onset:
 
 
 def rate_rise(history: Snapshot) -> RateRise | None:
-    """The newest rise of the learning rate: at once, among the last samples, otherwise over the history."""
+    """Return the newest rise of the learning rate: at once among the last samples, otherwise over the whole history."""
     rate_S = history.metrics.get(keys.LEARNING_RATE)
     if rate_S is None:
         return None
-    like_last_S = (history.present == history.present[-1:]).all(axis=1)  # another optimizer has a rate of its own
+    like_last_S = (history.present == history.present[-1:]).all(axis=1)  # other optimizers have other rates
     known = np.flatnonzero((rate_S > 0) & like_last_S)
     for before, now in zip(known[-2::-1].tolist(), known[:0:-1].tolist(), strict=True):
         if now < len(history) - _RECENT:
@@ -71,7 +71,7 @@ def rate_rise(history: Snapshot) -> RateRise | None:
 
 
 def onset_of(log_norm_N: FloatArray, clean_N: npt.NDArray[np.int64], parameters: Parameters) -> Onset | None:
-    """The newest onset among the last clean samples."""
+    """Return the newest onset among the last clean samples; None if there is none."""
     for place in range(len(log_norm_N) - 1, max(_LEAST, len(log_norm_N) - _RECENT) - 1, -1):
         usual = float(np.median(log_norm_N[max(place - _NEIGHBOURS, 0) : place]))
         if log_norm_N[place] - usual >= _SUDDEN and log_norm_N[place - 1] - usual <= _CALM:
@@ -83,7 +83,7 @@ def onset_of(log_norm_N: FloatArray, clean_N: npt.NDArray[np.int64], parameters:
 
 
 def which_moved_first(history: Snapshot) -> str:
-    """A sentence about a history that ends with an alert's sample; "" where there is too little to compare."""
+    """Return whether the gradient or the loss moved first in a history that ends at an alert; "" if it is too short."""
     loss_S = history.metrics.get(keys.LOSS)
     if loss_S is None or not len(history):
         return ""
@@ -104,7 +104,7 @@ def which_moved_first(history: Snapshot) -> str:
 
 
 def _onset_in(values_S: FloatArray, seen_S: npt.NDArray[np.bool_]) -> int | None:
-    """The first sample of the last run of samples that are far above the usual; None where the newest two are not."""
+    """Return the first of the last samples in a row that are far above usual; None if the newest two are not."""
     usual = values_S[seen_S][: np.count_nonzero(seen_S) // 2]
     median = float(np.median(usual))
     deviation = max(1.4826 * float(np.median(np.abs(usual - median))), _PRECISION * abs(median))

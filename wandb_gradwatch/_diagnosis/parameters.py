@@ -1,4 +1,4 @@
-"""What a history shows of the parameters: how large they are, and how far each update moved them."""
+"""Facts about the parameters in a history: their size, and how far each update moved them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _MAX_MOVEMENT: Final = 0.08
 _MAX_FIRST_MOVEMENT: Final = 0.15
 _FIRST_STEPS: Final = 5
 MAX_LEAP: Final = 0.5
-# Of the parameters' norm, by one update; healthy ones are a tenth of that once a run is under way.
+# Change of the parameters' norm by one update; a healthy update makes a tenth of it once a run is under way.
 _MIN_JUMP: Final = 0.005
 _JUMP_FACTOR: Final = 20.0
-_JUMP_NEIGHBOURS: Final = 16  # updates before it that a jump is compared with
+_JUMP_NEIGHBOURS: Final = 16  # number of earlier updates that a jump is compared with
 _MIN_JUMP_NEIGHBOURS: Final = 5
 _MOVEMENT_SAMPLES: Final = 5
-_MIN_ELEMENTS: Final = 16  # of a parameter that is compared with others
-_UNUSUAL: Final = 3.0  # times the largest before: of a gradient or a learning rate that may explain an update
+_MIN_ELEMENTS: Final = 16  # least size of a parameter that is compared with others
+_UNUSUAL: Final = 3.0  # multiple of the largest before from which a gradient or learning rate may explain an update
 
 
 class Parameters:
-    """The parameters over a history.
+    """The parameters in a history.
 
     Args:
         history: samples of one training, oldest first.
-        spikes: its lone spikes of the gradient: (sample, factor).
+        spikes: the lone spikes of the gradient norm: (sample, factor).
     """
 
     def __init__(self, history: Snapshot, spikes: Sequence[tuple[int, float]]) -> None:
@@ -44,20 +44,20 @@ class Parameters:
 
     @cached_property
     def changes(self) -> tuple[FloatArray, npt.NDArray[np.int64]]:
-        """|relative change| of the parameters' total norm by each update, and the samples of these updates.
+        """|relative change| of the parameters' total norm by each update, and the samples of these updates: [N] each.
 
-        Where samples are some steps apart: of the updates between them, on average.
+        If samples are several steps apart, the change is the average over the updates between them.
         """
         sum_sq_SP = self._history.column(Column.PARAM_SUM_SQ)
         broken_S = np.nansum(self._history.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
-        together_P = ~np.any(np.isnan(sum_sq_SP), axis=0)  # one set of parameters, or the norm changes with the set
+        together_P = ~np.any(np.isnan(sum_sq_SP), axis=0)  # the same set in all samples; the norm depends on the set
         total_S = np.sum(sum_sq_SP[:, together_P], axis=1)
         known = np.flatnonzero((total_S > 0) & np.isfinite(total_S) & ~broken_S)
         of_update_N = np.diff(0.5 * np.log(total_S[known])) / np.diff(self._history.steps[known])
         return np.abs(np.expm1(np.clip(of_update_N, -700, 700))), known[:-1]
 
     def change_from(self, sample: int) -> float:
-        """|relative change| of the norm from this sample to the next one, by all updates between them; 0 if unknown."""
+        """Return |relative change| of the norm from this sample to the next, by all updates between; 0 if unknown."""
         changes, samples = self.changes
         place = int(np.searchsorted(samples, sample))
         if place == len(samples) or samples[place] != sample:
@@ -65,15 +65,15 @@ class Parameters:
         return math.expm1(min(math.log1p(float(changes[place])) * self.num_updates_from(sample), 700.0))
 
     def num_updates_from(self, sample: int) -> int:
-        """How many steps lie between this sample and the next one."""
+        """Return the number of updates from this sample to the next one."""
         return int(self._history.steps[sample + 1] - self._history.steps[sample])
 
     @cached_property
     def movement(self) -> tuple[float, int] | None:
-        """How fast the parameters move for some steps in a row, and the sample where that began; None if unknown.
+        """The speed at which the parameters move for several steps, and the sample where that began; None if unknown.
 
-        The second largest change of five in a row, the largest over all such stretches: one giant update can be a bad
-        batch, two in a row are a learning rate.
+        The second largest change of five in a row, in the stretch where that is largest: one giant update can be a bad
+        batch, two in a row are due to the learning rate.
         """
         changes, samples = self.changes
         if len(changes) < 2:
@@ -84,18 +84,18 @@ class Parameters:
         return float(lesser[place]), int(samples[place])
 
     def _movement_limit(self, samples_N: npt.NDArray[np.int64]) -> FloatArray:
-        """How fast the parameters may move from these samples on: the first steps of adaptive optimizers are large."""
+        """Return the speed allowed from these samples on: [N]. The first steps of adaptive optimizers are large."""
         return np.where(self._history.steps[samples_N] <= _FIRST_STEPS, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
 
     @cached_property
     def leap(self) -> int | None:
-        """The first ordinary sample from which each update changed the parameters' norm by half or more."""
+        """The first sample, other than a spike, whose update changed the parameters' norm by more than half."""
         changes, samples = self.changes
         spiky = {sample for sample, _ in self._spikes}
         return next((sample for sample in samples[changes > MAX_LEAP].tolist() if sample not in spiky), None)
 
     def update_before(self, sample: int) -> tuple[float, float] | None:
-        """The update just before a sample, and the largest of up to 16 before it; None where they are not known."""
+        """Return the change by the update before a sample, and the largest of up to 16 before; None if unknown."""
         changes, samples = self.changes
         place = int(np.searchsorted(samples, sample - 1))
         if place < _MIN_JUMP_NEIGHBOURS or place == len(samples) or samples[place] != sample - 1:
@@ -103,8 +103,8 @@ class Parameters:
         return float(changes[place]), float(changes[max(place - _JUMP_NEIGHBOURS, 0) : place].max())
 
     def leapt(self, sample: int) -> tuple[str, float, float] | None:
-        """A parameter whose norm the update before a sample has changed by more than half, and by far more than the
-        updates before it: its name, and its norm before and now. Beside all the others it may be next to nothing."""
+        """Return a parameter whose norm the update before a sample changed by more than half, and by far more than the
+        updates before: its name, its norm before and its norm now. It may be small beside all other parameters."""
         first = max(sample - 1 - _JUMP_NEIGHBOURS, 0)
         if (
             sample - 1 - first < _MIN_JUMP_NEIGHBOURS
@@ -121,12 +121,12 @@ class Parameters:
 
     @cached_property
     def jump(self) -> tuple[float, int] | None:
-        """An update just before a spike that moved the parameters far more than any of those before it.
+        """An update just before a spike that moved the parameters far more than any update before it.
 
-        A bad batch moves them after its spike, not before.
+        A bad batch moves the parameters after its spike, not before.
 
         Returns:
-            How many times the largest of the 16 before it that is, and the sample of the update; None for none.
+            The change / the largest of the 16 changes before, and the sample of the update; None if there is none.
         """
         for spike, _ in self._spikes:
             if (found := self.update_before(spike)) is not None and found[0] >= _MIN_JUMP:
@@ -137,8 +137,8 @@ class Parameters:
 
     @cached_property
     def unexplained(self) -> tuple[float, int] | None:
-        """An update that changed the parameters' norm far more than any before it, by a gradient and a known learning
-        rate that are no larger than theirs: the relative change, and its sample."""
+        """An update that changed the parameters' norm far more than any before, although neither the gradient nor the
+        known learning rate was unusual: the relative change, and its sample; None if there is none."""
         changes, samples = self.changes
         rate_S = self._history.metrics.get(keys.LEARNING_RATE)
         if rate_S is None:
@@ -148,7 +148,7 @@ class Parameters:
             before, sample = slice(max(place - _JUMP_NEIGHBOURS, 0), place), int(samples[place])
             if changes[place] < max(_MIN_JUMP, _JUMP_FACTOR * float(changes[before].max())):
                 continue
-            if self.num_updates_from(sample) > 1:  # what they used was not measured
+            if self.num_updates_from(sample) > 1:  # some of their gradients were not measured
                 continue
             usual = samples[before]
             if all(0 <= v[sample] <= _UNUSUAL * float(v[usual].max()) for v in (rate_S, norm_S)):
@@ -156,7 +156,7 @@ class Parameters:
         return None
 
     def grow_alike(self, sample: int) -> bool:
-        """Whether one factor has made the next sample's parameters of these, which differ in size: no gradient does."""
+        """Whether all parameters, of different sizes, grew by one factor up to the next sample, as no gradient does."""
         if sample + 1 >= len(self._history):
             return False
         sum_sq_SP = self._history.column(Column.PARAM_SUM_SQ)[[sample, sample + 1]]
@@ -169,7 +169,7 @@ class Parameters:
 
     @property
     def is_moving(self) -> bool:
-        """The parameters move faster than any training survives: healthy ones stay below 5 % per step."""
+        """Whether the parameters move faster than any training survives. Healthy ones stay below 5 % per step."""
         if self.movement is None:
             return False
         change, sample = self.movement
@@ -177,5 +177,5 @@ class Parameters:
 
     @cached_property
     def gains(self) -> list[tuple[str, float]]:
-        """Each layer's RMS weight times sqrt(fan-in) in the first sample: about 1 keeps a signal's size."""
+        """Each layer's RMS weight times sqrt(fan-in) in the first sample; about 1 preserves the size of a signal."""
         return initial_gains(self._history, 0)

@@ -1,4 +1,4 @@
-"""Symptom patterns: each looks at the evidence and names one probable cause, or says nothing."""
+"""Symptom patterns: each function returns one probable cause that the evidence shows, or None."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .incidents import (
 from .parameters import data_scale, initialisation, learning_rate, loss_multiplied, multiplied, unbounded, written
 from .silence import dead_units, frozen, scale_too_high, underflow
 
-# Of two causes that are equally probable the earlier one is named first.
+# Of two equally probable causes the earlier one is named first.
 PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (
     learning_rate, initialisation, through_depth, through_recurrence, fading, batch_norm, underflow, scale_too_high,
     dead_units, frozen, bad_batch, bad_rank, invalid_operation, nonfinite_batch,

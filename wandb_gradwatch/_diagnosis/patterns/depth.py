@@ -1,4 +1,4 @@
-"""Patterns in how the norm differs from layer to layer."""
+"""Patterns in the differences of the norm from layer to layer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..evidence import DEEP, FIRST_GRADIENT, Evidence
 
 # P watched parameters, N clean samples, L modules
 
-_MIN_PAST: Final = 5  # samples that say what is usual
-_RAISED, _USUAL = 30.0, 3.0  # times a layer's usual norm: what a spike has raised, and what it has left alone
-_MULTIPLIED: Final = 1.5  # more than what follows it: by so much a recurrence that explodes has risen
+_MIN_PAST: Final = 5  # least number of samples that define what is usual
+_RAISED, _USUAL = 30.0, 3.0  # multiples of a layer's usual norm: from the first it is raised, up to the second usual
+_MULTIPLIED: Final = 1.5  # least rise of an exploding recurrence / rise of the layers after it
 _OTHER_TERM: Final = (
     "a term of the loss that acts there, with another weight or the wrong sign; each term of the loss, printed, tells "
     "them apart"
@@ -27,8 +27,8 @@ _UNSATURATED: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "EL
 
 
 def through_depth(evidence: Evidence) -> Diagnosis | None:
-    """From the first sample on, the norm grows from the last layer back to the first, or many layers are behind a first
-    norm that is far above the parameters' (equal gains on both ways leave no trend over the depth)."""
+    """Explosion through depth: in the first sample the norm grows from the last layer to the first; or a deep model has
+    a first norm far above the parameters' (if forward and backward have equal gains, there is no trend over depth)."""
     remedy = "add residual connections or normalisation, lower the layers' gain at initialisation, and clip"
     trend = evidence.layers.first_depth
     if trend is not None and trend.factor <= 0.01 and trend.order < -0.9:
@@ -38,21 +38,21 @@ def through_depth(evidence: Evidence) -> Diagnosis | None:
     if num_layers < DEEP or not evidence.first_ratio > FIRST_GRADIENT:
         return None
     words = f"the first gradient has {number(evidence.first_ratio)}x the parameters' norm, behind {num_layers} layers"
-    rival = "a large scale of the inputs, targets or loss; that of the inputs and targets, looked at, tells them apart"
+    rival = "a large scale of the inputs, targets or loss; a look at the inputs and targets tells them apart"
     if evidence.grows_inside:
         return Diagnosis(DEPTH, 0.85, f"{words}; {evidence.grows_inside}", remedy)
     return Diagnosis(DEPTH, 0.85, words, f"{remedy}; normalise the inputs and the targets", rival)
 
 
 def through_recurrence(evidence: Evidence) -> Diagnosis | None:
-    """An explosion, or NaN after one, most of it in a recurrent layer, and nobody clips."""
+    """Explosion through recurrence: recurrent layers have a large part of the peak norm, and no gradient is clipped."""
     recurrent = evidence.layers.recurrent()
     exploded = evidence.spikes or evidence.growth or evidence.first_bad is not None
     if not recurrent or not exploded or evidence.clean.size == 0 or evidence.history.clip_ratio > 0:
         return None
     peak = int(evidence.clean[np.argmax(evidence.log_norm_N)])
     if evidence.first_bad is not None and int(np.sum(evidence.clean > peak)) > _MIN_PAST:
-        return None  # it had passed long before
+        return None  # the peak was long before
     square_P = evidence.history.column(Column.GRAD_SUM_SQ)[peak]
     share = float(np.nansum(square_P[recurrent]) / np.nansum(square_P))
     if _comes_from_above(evidence, recurrent) or _comes_from_below(evidence, recurrent, peak):
@@ -66,7 +66,7 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
         f"in recurrent layers, most in {evidence.history.names[worst]}, and no gradient was clipped"
     )
     remedy = "clip with clip_grad_norm_(parameters, 1.0), shorten the unrolled sequence, use an LSTM or GRU"
-    if evidence.gradient_came_first:  # what no update has made may be the batch's as well
+    if evidence.gradient_came_first:  # then the batch may be the cause as well
         rival = "the data has changed; whether the norm falls back tells them apart"
         return Diagnosis(RECURRENCE, 0.8, words, remedy, rival)
     rival = "a learning rate that is too high; a run with a tenth of the learning rate tells them apart"
@@ -74,7 +74,7 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
 
 
 def _comes_from_below(evidence: Evidence, recurrent: list[int], peak: int) -> bool:
-    """Whether the inputs' weights have risen and the states' have not: inputs, which no state multiplies, are large."""
+    """Whether the gradients of the input weights rose, but not those of the state weights: the inputs are large."""
     rise_P, names = evidence.layers.parameter_rise_at(peak), evidence.history.names
     inputs, states = (
         np.array([rise_P[p] for p in recurrent if kind in names[p]]) for kind in ("weight_ih", "weight_hh")
@@ -85,7 +85,7 @@ def _comes_from_below(evidence: Evidence, recurrent: list[int], peak: int) -> bo
 
 
 def _comes_from_above(evidence: Evidence, recurrent: list[int]) -> bool:
-    """Whether what follows the last recurrent layer rises as much at first: the recurrence only passes it on."""
+    """Whether layers after the last recurrent layer rose as much at first: then the recurrence only passes it on."""
     past_N = evidence.log_norm_N
     rises = [n for n in range(1, len(past_N)) if past_N[n] - np.median(past_N[max(n - 16, 0) : n]) > np.log(5)]
     if not rises:
@@ -97,7 +97,7 @@ def _comes_from_above(evidence: Evidence, recurrent: list[int]) -> bool:
 
 
 def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
-    """At a spike the norm is usual from the last layer back to one, and far above usual from the next one back."""
+    """Fault inside the backward: a spike begins between two layers; the norms are usual after it, and large before."""
     sample = evidence.last_spike
     if sample is None or evidence.parameters.jump is not None:
         return None
@@ -108,22 +108,22 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     if not raised or not after or float(rise_L[after].max()) > _USUAL:
         return None
     before = [place for place in known if place <= raised[-1]]
-    # Where branches stand side by side, one of them rises alone for reasons of its own, and the loss with it.
+    # Of parallel branches one can rise alone for reasons of its own, together with the loss.
     is_one_branch = branch_of(names[raised[-1]]) == branch_of(names[after[0]])
     if len(raised) < 0.8 * len(before) or not (is_one_branch or evidence.has_usual_loss(sample)):
         return None
     weights, biases = evidence.layers.split(raised[-1])
     rise_P = evidence.layers.parameter_rise_at(sample)
     if biases and np.nanmax(rise_P[biases], initial=0.0) <= _USUAL:
-        return None  # what came back to the layer is usual: what it received was large
+        return None  # the gradient of the layer's output is usual: its input was large
     if any(place in evidence.layers.recurrent() for place in weights):
-        return None  # which multiplies by itself
+        return None  # a recurrence multiplies the gradient itself
     words = (
         f"at step {evidence.step(sample)} the norm is the usual one from {names[after[-1]]} back to {names[after[0]]}, "
         f"and {number(float(rise_L[raised].max()))}x the usual one from {names[raised[-1]]} back"
     )
     remedy = (
-        f"look at what is between {names[raised[-1]]} and {names[after[0]]}: a torch.autograd.Function of its own, a "
+        f"check the code between {names[raised[-1]]} and {names[after[0]]}: a custom torch.autograd.Function, a "
         "gradient hook, a division by almost 0; torch.autograd.gradcheck tests a backward"
     )
     if evidence.layers.is_normalisation(after[0]):
@@ -131,21 +131,21 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
         return Diagnosis(DEVIATION, 0.9, words, f"look at this step's batch and at the layer's eps; {remedy}", rival)
     if evidence.is_loss_known(sample) and not evidence.has_usual_loss(
         sample
-    ):  # no backward changes its own step's loss
+    ):  # a backward does not change the loss of its own step
         return Diagnosis(BACKWARD, 0.8, words, remedy, _OTHER_TERM)
     return Diagnosis(BACKWARD, 0.9, words, remedy)
 
 
 def fading(evidence: Evidence) -> Diagnosis | None:
-    """The typical norm falls layer by layer on its way back to the input: by saturating activations where weights have
-    an ordinary size, by weights that are too small where these alone make half of it, digit by digit."""
+    """Saturation or small weights: the typical norm falls layer by layer towards the input. The cause is saturating
+    activations, or weights that are too small if they alone explain half of the fall on a log scale."""
     trend = evidence.fading
-    if trend is None or (evidence.began_to_fade and evidence.is_early):  # then the learning rate has made it
+    if trend is None or (evidence.began_to_fade and evidence.is_early):  # the learning rate is the cause
         return None
     layers = evidence.layers
     kind, unsaturated = layers.has_kind(_SATURATED), layers.has_kind(_UNSATURATED)
     words = f"norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
-    # What is about linear keeps a size at a gain of 1, a ReLU at the root of 2.
+    # Nearly linear layers preserve the size of a signal with a gain of 1, ReLU layers with sqrt(2).
     usual = 1.0 if kind or not unsaturated else np.sqrt(2)
     gains = [gain / usual for _, gain in evidence.parameters.gains if gain > 0]
     shrinks = -float(np.sum(np.log(gains))) if len(gains) >= 4 else 0.0
@@ -164,8 +164,8 @@ def fading(evidence: Evidence) -> Diagnosis | None:
 
 
 def batch_norm(evidence: Evidence) -> Diagnosis | None:
-    """The gradient jumps from sample to sample before a batch norm and is calm after it: two inputs that happen to be
-    close are blown up by the division by their deviation, all others are flattened to plus and minus 1."""
+    """Batch norm on small batches: the gradient jumps from sample to sample before a batch norm and is calm after it,
+    because the division by the deviation blows up inputs that happen to be close."""
     scatter_L, norms = evidence.layers.scatter_L, evidence.layers.batch_norms()
     if (
         not norms or evidence.clean.size < 8 or evidence.parameters.is_moving
@@ -176,7 +176,7 @@ def batch_norm(evidence: Evidence) -> Diagnosis | None:
     if np.all(np.isnan(before)) or np.all(np.isnan(after)):
         return None
     wild, calm = int(np.nanargmax(before)), float(np.nanmin(after))
-    typical = float(np.nanmedian(before))  # of all layers before it, or it is one layer's own unrest
+    typical = float(np.nanmedian(before))  # over all layers before it, not just one
     if not (typical > 1.5 and typical > 3 * float(np.nanmax(after))):
         return None
     name = evidence.layers.by_module.names

@@ -1,4 +1,4 @@
-"""Patterns of what went wrong at one place: one batch, one rank, one operation."""
+"""Patterns of faults at one place: one batch, one rank, one update or one operation."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from ..evidence import Evidence
 
 _OTHER_DATA: Final = "the data has changed; whether the norm falls back tells them apart"
 _BACKWARD: Final = (
-    "something in the backward that multiplies the gradient, as the loss is the usual one; the batch, looked at, tells "
+    "something in the backward that multiplies the gradient, as the loss is the usual one; a look at the batch tells "
     "them apart"
 )
-_OVERFLOWS: Final = 1e10  # times the largest loss before
+_OVERFLOWS: Final = 1e10  # multiple of the largest loss before
 _TRACE: Final = 'watch(model, on_nonfinite="trace") names the operation'
 _APART: Final = 'watch(model, on_nonfinite="trace") tells them apart'
 
 
 def bad_batch(evidence: Evidence) -> Diagnosis | None:
-    """One sample stands out from calm neighbours, or begins what no update has made."""
+    """Bad batch: one or two samples are lone spikes, or the norm jumps after an ordinary update."""
     if len(evidence.spikes) in (1, 2):
         sample, factor = max(evidence.spikes, key=lambda spike: spike[1])
         lone = "a lone spike" if len(evidence.spikes) == 1 else "one of two spikes"
@@ -59,8 +59,8 @@ def bad_batch(evidence: Evidence) -> Diagnosis | None:
 
 
 def _or_other_data(evidence: Evidence, sample: int) -> tuple[str, str]:
-    """The remedy against a bad batch, and its rival: an update that one parameter alone has felt, a backward where the
-    loss is as ever, or other data."""
+    """Return the remedy against a bad batch, and its rival: a large update of one parameter; something in the backward
+    if the loss is usual; or otherwise a change of the data."""
     remedy = _against_a_bad_batch(evidence, sample)
     if (leap := evidence.parameters.leapt(sample)) is not None:
         name, before, now = leap
@@ -75,21 +75,21 @@ def _or_other_data(evidence: Evidence, sample: int) -> tuple[str, str]:
 
 
 def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
-    """What to do about the batch of a sample, by what a guard has done already."""
+    """Return the remedy against the batch of a sample; it depends on what a guard has done already."""
     history = evidence.history
     if history.guarded[sample]:
         return "look at the batch of this step and take it out of the data; the guard has left it out"
     skip = "skip such steps with guard='skip'"
     if not math.isnan(history.num_guarded_steps):
         skip = "have the guard skip such steps too: guard=SkipGuard(is_bad=...)"
-    # A norm that is NaN makes clip_grad_norm_ spread it over every gradient.
+    # No clipping for NaN: clip_grad_norm_ would spread a NaN norm to every gradient.
     clip = "" if sample == evidence.first_bad else f"{evidence.clip_advice}, or "
     return f"look at the batch of this step; {clip}{skip}"
 
 
 def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
-    """The loss is not finite, or every layer from the last one back and the loss is not known to be, and the parameters
-    are: the forward or the loss was not finite already, by the batch or by an operation."""
+    """Non-finite batch or forward: the parameters are finite, but the loss is not, or (if the loss is unknown) the
+    gradient of no layer is. The batch or an operation of the forward is the cause."""
     sample = evidence.first_bad
     if sample is None or evidence.is_broken(sample) or evidence.growth is not None or evidence.has_good_loss(sample):
         return None
@@ -107,13 +107,13 @@ def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
     words = f"at step {evidence.step(sample)} {what} is non-finite{norms}{evidence.note_of(sample)}"
     remedy = (
         "look at the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
-        f"{_against_a_bad_batch(evidence, sample)}; {_TRACE}: add an epsilon to it, or clamp what it reads"
+        f"{_against_a_bad_batch(evidence, sample)}; {_TRACE}: add an epsilon to it, or clamp its inputs"
     )
     return Diagnosis(NONFINITE_BATCH, 0.75, words, remedy, f"{NONFINITE_FORWARD}; {_APART}")
 
 
 def broken_by_update(evidence: Evidence) -> Diagnosis | None:
-    """Parameters are not finite after an update whose gradients were finite and ordinary, or were not measured."""
+    """NaN made by the update: parameters are not finite after an update with ordinary or unmeasured gradients."""
     sample = evidence.first_bad
     if sample is None or sample == 0 or not evidence.is_broken(sample) or evidence.growth is not None:
         return None
@@ -121,8 +121,8 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
     if step - earlier > 1:
         words = f"they were finite at step {earlier}, and step {step} is the first measured after it"
         remedy = (
-            "load the last good checkpoint, and train on with guard='skip' or sample_every=1: the gradient of the very "
-            "step tells whether the data, an operation or the optimizer made it"
+            "load the last good checkpoint and continue with guard='skip' or sample_every=1: the gradient of the first "
+            "bad step then shows whether the data, an operation or the optimizer caused it"
         )
         return Diagnosis(UNMEASURED, 0.8, words, remedy)
     before = evidence.log_norm_N[evidence.clean < sample][-17:]
@@ -137,9 +137,9 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
     )
     remedy = (
         "load the last good checkpoint, keep parameters and the optimizer's state in float32, and check its eps and "
-        "whatever else writes to parameters"
+        "other code that writes to the parameters"
     )
-    # 0 / 0 where eps is 0: as many elements as had a gradient of 0, other than all of them.
+    # With eps = 0 the optimizer computes 0 / 0 for every element whose gradient is 0: compare these numbers.
     num_broken, num_zero = (
         evidence.history.column(column)[at, broken].sum()
         for column, at in ((Column.PARAM_NUM_NONFINITE, sample), (Column.NUM_ZERO, sample - 1))
@@ -149,7 +149,7 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
 
 
 def bad_rank(evidence: Evidence) -> Diagnosis | None:
-    """The same rank is the first with NaN or Inf again and again."""
+    """Bad rank: the same rank is the first with NaN or Inf in every bad sample."""
     ranks_S = evidence.history.metrics.get(keys.FIRST_NONFINITE_RANK)
     if ranks_S is None:
         return None
@@ -161,11 +161,11 @@ def bad_rank(evidence: Evidence) -> Diagnosis | None:
 
 
 def invalid_operation(evidence: Evidence) -> Diagnosis | None:
-    """NaN from one layer back to the input, but not in the layers after it, or not in the loss: it arose on the way
-    back, or in what a layer was given and the loss has left out."""
+    """Invalid operation: the gradient is non-finite from one layer back to the input, but finite in the layers after it
+    or in the loss. So it arose in the backward, or in inputs of a layer that do not reach the loss."""
     sample = evidence.first_bad
     skipped = evidence.num_last_skipped
-    if sample is None and skipped >= 3:  # AMP skips at any scale because the NaN does not depend on it
+    if sample is None and skipped >= 3:  # AMP skips at any scale: the NaN does not depend on the scale
         sample = len(evidence.history) - 1
         if evidence.began_with_inf(sample):
             return None
@@ -185,12 +185,12 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
         )
         words = f"at step {step} {where} non-finite from {names[bad[-1]]} back"
         if _received_nonfinite(evidence, sample, bad[-1]):
-            words += ", where its weights' is and its bias's is not: what it was given is not finite"
+            words += ", in its weights but not in its bias: the inputs of this layer are not finite"
             cause = NONFINITE_BATCH if bad[-1] == present[0] else NONFINITE_FORWARD
             return Diagnosis(cause, 0.85, words, f"look at the batch of this step; {_TRACE}; {remedy}")
         if (factor := evidence.loss_factor(sample)) > _OVERFLOWS:
             words = f"at step {step} the loss is {number(factor)}x the largest before it"
-            rival = "one bad batch; that batch, looked at, tells them apart"
+            rival = "one bad batch; a look at that batch tells them apart"
             return Diagnosis(OVERFLOW, 0.9, words, f"look at the batch and the loss of this step; {_TRACE}", rival)
         before = evidence.log_norm_N[evidence.clean < sample][-17:]
         has_grown = evidence.growth is not None or (len(before) and before[-1] > np.median(before) + math.log(10))
@@ -205,14 +205,14 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
 
 
 def _received_nonfinite(evidence: Evidence, sample: int, place: int) -> bool:
-    """Whether a module's weights have a gradient that is not finite, and its biases have one that is."""
+    """Whether the module has weights and biases, and the gradients of the biases are finite: its inputs are not."""
     weights, biases = evidence.layers.split(place)
     bad_P = evidence.history.num_nonfinite[sample]
     return bool(biases) and bool(weights) and not np.any(bad_P[biases] > 0)
 
 
 def forward_overflow(evidence: Evidence) -> Diagnosis | None:
-    """NaN in every layer from the last one back, at any loss scale: no derivative has made it on the way."""
+    """Overflow in the forward: NaN in every layer from the last one back, at any loss scale: no derivative made it."""
     skipped = evidence.num_last_skipped
     if skipped < 3 or not evidence.history.num_nan[-skipped:].any(axis=1).all():
         return None

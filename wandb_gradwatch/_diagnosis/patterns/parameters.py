@@ -1,4 +1,4 @@
-"""Patterns in the parameters themselves: how large they are, and how far each update moves them."""
+"""Patterns in the parameters: their size, and how far each update moves them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..causes import (
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
 from ..parameters import MAX_LEAP
 
-_MULTIPLIED: Final = 10.0  # times the usual loss and gradient: less may be a batch of its own kind
-_ALIKE: Final = 2.0  # between the factors of the loss and of all layers
-_LOWER: Final = 1.2  # times a loss below 0: less may be the batch's
+_MULTIPLIED: Final = 10.0  # multiple of the usual loss and gradient; less may be an unusual batch
+_ALIKE: Final = 2.0  # largest ratio between the factors of the loss and of all layers
+_LOWER: Final = 1.2  # multiple of the lowest loss, below 0; less may be due to the batch
 _FIRST_STEPS: Final = 5
-_TOO_SMALL: Final = 0.04  # of the size that keeps a signal's
-_MIN_ELEMENTS: Final = 16  # fewer are a scale, which may begin anywhere
+_TOO_SMALL: Final = 0.04  # share of the size that preserves a signal
+_MIN_ELEMENTS: Final = 16  # smaller parameters are scales, which may begin anywhere
 _INITIALISE: Final = "initialise with torch.nn.init.kaiming_normal_ or xavier_uniform_"
 _LATE_RISE: Final = "the data has changed; a run with the learning rate of before tells them apart"
 _NEW_SCALE: Final = (
@@ -45,8 +45,8 @@ _BY_HAND: Final = (
 
 
 def learning_rate(evidence: Evidence) -> Diagnosis | None:
-    """It has just gone up at once; or the parameters' norm changes by more per step than any finished training
-    survives, or the norm grew steadily, and no gradient that was far too large came first."""
+    """Learning rate too high: it has just risen; or the parameters move further per step than any training survives,
+    or the gradient norm grew steadily, and no gradient that was far too large came first."""
     remedy = f"divide the learning rate by 10 or lengthen its warm-up, and {evidence.clip_advice}"
     if (rose := evidence.rate_rise) is not None:
         when = "at" if rose.at_once else "up to"
@@ -54,16 +54,16 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         parameters = evidence.parameters
         has_leapt = parameters.leap is not None or parameters.change_from(rose.sample) > MAX_LEAP
         is_felt = parameters.is_moving or has_leapt or parameters.jump or evidence.growth
-        rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up goes up as well
+        rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up rises, too
         is_seen = bool(is_felt) and rose.at_once
-        # An explosion saturates and kills: what dies just after it is its consequence.
+        # An explosion saturates and kills units: dead units right after it are its consequence.
         also = SILENCE if is_felt else ()
         return Diagnosis(
             LEARNING_RATE, 0.98 if is_seen else 0.85, words, f"look at its schedule; {remedy}", rival, also
         )
     if evidence.gradient_came_first or written(evidence) or multiplied(evidence) or unbounded(evidence):
         return None
-    less = 0.05 if evidence.first_ratio > FIRST_GRADIENT else 0.0  # no learning rate has made the first gradient
+    less = 0.05 if evidence.first_ratio > FIRST_GRADIENT else 0.0  # a learning rate does not cause the first gradient
     if evidence.parameters.is_moving and evidence.parameters.movement is not None:
         change, sample = evidence.parameters.movement
         words = (
@@ -93,14 +93,14 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
     if evidence.began_to_fade and evidence.is_early and (trend := evidence.fading) is not None:
         words = (
             f"the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer, and did "
-            f"not at step {evidence.step(int(evidence.clean[0]))}: the updates have made it"
+            f"not at step {evidence.step(int(evidence.clean[0]))}: the updates have caused it"
         )
         return Diagnosis(LEARNING_RATE, 0.8, words, remedy, also=SILENCE)
     return None
 
 
 def _update(evidence: Evidence, sample: int) -> tuple[str, str, str]:
-    """The updates from a sample to the next in words, their change of the parameters' norm in percent, and a rival."""
+    """Return the updates from a sample to the next in words, their change of the norm in percent, and a rival."""
     change = number(100 * evidence.parameters.change_from(sample))
     if evidence.parameters.num_updates_from(sample) == 1:
         return f"the update of step {evidence.step(sample)}", change, _BY_HAND
@@ -108,7 +108,7 @@ def _update(evidence: Evidence, sample: int) -> tuple[str, str, str]:
 
 
 def _or_scale(evidence: Evidence, remedy: str, sample: int, later: str) -> tuple[str, str]:
-    """The remedy and the rival of a learning rate that nobody has seen rise, by where its effect began."""
+    """Return the remedy and the rival of a high learning rate that did not rise, by the step where its effect began."""
     rival = later
     if evidence.step(sample) <= _FIRST_STEPS:
         is_deep = len(evidence.parameters.gains) >= DEEP
@@ -118,7 +118,7 @@ def _or_scale(evidence: Evidence, remedy: str, sample: int, later: str) -> tuple
 
 
 def written(evidence: Evidence) -> Diagnosis | None:
-    """An update far beyond all before it, out of a gradient and a learning rate that are not."""
+    """Lost state or rewritten weights: an update far larger than all before, from an ordinary gradient and rate."""
     found = evidence.parameters.unexplained
     if found is None:
         return None
@@ -128,25 +128,25 @@ def written(evidence: Evidence) -> Diagnosis | None:
         "the gradient nor the learning rate was unusual"
     )
     remedy = (
-        "look at what else the script does at that step: it loads or rescales weights, or loses the optimizer's state; "
+        "check what else the script does at that step: it loads or rescales weights, or loses the optimizer's state; "
         "load the last good checkpoint"
     )
     return Diagnosis(WRITTEN, 0.9, words, remedy)
 
 
 def multiplied(evidence: Evidence) -> Diagnosis | None:
-    """Parameters of different sizes that grow by one factor."""
+    """Multiplied parameters: parameters of different sizes grow by one factor."""
     movement = evidence.parameters.movement
     if not evidence.parameters.is_moving or movement is None or not evidence.parameters.grow_alike(movement[1]):
         return None
     factor, step = number(1 + movement[0]), evidence.step(movement[1])
     words = f"all parameters grew by the same factor, {factor} or more per step, from step {step}"
-    remedy = "look at the sign of weight_decay, and at what else writes to the parameters"
+    remedy = "check the sign of weight_decay, and other code that writes to the parameters"
     return Diagnosis(MULTIPLIED, 0.95, words, remedy)
 
 
 def unbounded(evidence: Evidence) -> Diagnosis | None:
-    """The gradient grows, or the parameters run away, while the loss falls below 0 and below all that it was."""
+    """Unbounded loss: the gradient grows, or the parameters run away, while the loss falls to new lows below 0."""
     loss_S = evidence.loss_S
     if evidence.rate_rise is not None:
         return None
@@ -159,12 +159,12 @@ def unbounded(evidence: Evidence) -> Diagnosis | None:
         last = len(loss_S) - 1
         words = f"the parameters' norm changed by {number(100 * change)} % per step or more"
         if begins < _FIRST_STEPS and not np.nanmin(loss_S[: begins + 1], initial=np.inf) > 0:
-            return None  # one that begins below 0 falls further down with the first large updates, whatever its sign
+            return None  # a loss that begins below 0 falls further with the first large updates, whatever its sign
     elif evidence.onset is not None and evidence.gradient_came_first:
         last, begins = evidence.onset.sample, evidence.onset.sample - 1
         words = f"the gradient norm rose {number(evidence.onset.factor)}x at step {evidence.step(last)}"
         if evidence.has_usual_loss(last) or not np.nanmin(loss_S[:last], initial=np.inf) > 0:
-            return None  # what is now and then below 0 falls there with other data too
+            return None  # a loss that is below 0 now and then falls there with other data, too
     else:
         return None
     known_S = loss_S[: begins + 1][np.isfinite(loss_S[: begins + 1])]
@@ -176,7 +176,7 @@ def unbounded(evidence: Evidence) -> Diagnosis | None:
 
 
 def initialisation(evidence: Evidence) -> Diagnosis | None:
-    """At the start of a training, weights far from the size that keeps a signal's size from layer to layer."""
+    """Poor initialisation: at the start, weights far from the size that preserves a signal from layer to layer."""
     gains = evidence.parameters.gains
     if evidence.step(0) > 10:
         return None
@@ -186,17 +186,17 @@ def initialisation(evidence: Evidence) -> Diagnosis | None:
     if _TOO_SMALL < typical < 4.0:
         return None
     worst = sorted(gains, key=lambda gain: abs(np.log(max(gain[1], 1e-300))), reverse=True)
-    # Layers that are a little too large do no harm but by their number.
+    # Layers that are a little too large do harm only if there are many.
     confidence = 0.8 if 4.0 <= typical < 8.0 and len(gains) >= 8 else 0.9
     words = (
-        f"at step {evidence.step(0)} the weights are {number(typical)}x the size that keeps a signal's size, "
+        f"at step {evidence.step(0)} the weights are {number(typical)}x the size that preserves a signal, "
         f"1/sqrt(fan-in): {listing([f'{name} {number(gain)}x' for name, gain in worst])}"
     )
     return Diagnosis(INITIALISATION, confidence, words, _INITIALISE)
 
 
 def _too_small(evidence: Evidence) -> Diagnosis | None:
-    """Layers without a bias, of unknown fan-in: a weight's norm is its gain if this were all of its elements."""
+    """Too small weights of unknown fan-in: the norm of a weight is an upper limit of its gain."""
     size_P, norm_P = evidence.history.num_elements[0], evidence.history.param_norm[0]
     places = np.flatnonzero((size_P >= _MIN_ELEMENTS) & (norm_P > 0))
     if not places.size or not float(np.median(norm_P[places])) < _TOO_SMALL:
@@ -207,13 +207,13 @@ def _too_small(evidence: Evidence) -> Diagnosis | None:
 
 
 def data_scale(evidence: Evidence) -> Diagnosis | None:
-    """What a learning rate seems to have done, out of a first gradient that no learning rate has made."""
+    """Large data or loss, or explosion inside: the signs of a high learning rate, but a large first gradient."""
     rate = learning_rate(evidence)
     if rate is None or evidence.rate_rise or not evidence.first_ratio > FIRST_GRADIENT:
         return None
     if evidence.grows_inside:
         if len(evidence.parameters.gains) >= DEEP:
-            return None  # which explodes through depth
+            return None  # `through_depth` names it
         remedy = (
             "use smaller initial weights (a gain of 1 in a recurrence), residual connections or normalisation, clip"
         )
@@ -225,8 +225,8 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
 
 
 def loss_multiplied(evidence: Evidence) -> Diagnosis | None:
-    """The loss and the gradient of every layer have risen at once, by one factor, and stay there: no data raises them
-    alike."""
+    """New scale of the loss: the loss and the gradient of every layer have risen at once, by one factor, and stay
+    there. Other data does not raise them alike."""
     onset, loss_S = evidence.onset, evidence.loss_S
     if onset is None or evidence.rate_rise is not None:
         return None
@@ -242,5 +242,5 @@ def loss_multiplied(evidence: Evidence) -> Diagnosis | None:
         f"at step {evidence.step(onset.sample)} the loss is {number(float(rise[-1]))}x the usual one, and so is the "
         f"gradient of every layer, {number(float(np.nanmin(rise[:-1])))}x to {number(float(np.nanmax(rise[:-1])))}x"
     )
-    remedy = "look at what changed in the loss at this step: its reduction, its weight, a division that is missing"
+    remedy = "check what changed in the loss at this step: its reduction, its weight, a missing division"
     return Diagnosis(LOSS_SCALE, 0.95, words, remedy)

@@ -1,4 +1,4 @@
-"""Patterns of gradients that are zero, never come, or have lost what a small format cannot hold."""
+"""Patterns of gradients that are 0, that are missing, or that underflow in float16; and of a loss scale too high."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .parameters import initialisation
 
 # S samples, P watched parameters, L modules, N newest clean samples
 
-_FP16_STEP: Final = 2.0**-24  # the smallest float16 above 0, and the distance of all float16 below 2^-13
+_FP16_STEP: Final = 2.0**-24  # the smallest float16 above 0, and the spacing of float16 below 2^-13
 
 _SATURATED: Final = "a softmax or a gate after them that is saturated; their outputs tell them apart"
 _LARGE: Final = "a large scale of the inputs, targets or loss; the size of the loss at the first step tells them apart"
 _CUT_OFF: Final = (
-    "an operation that no gradient passes, as round(), sign(), argmax() or detach(), since the layer that follows is "
-    "given more than 0; their outputs tell them apart"
+    "an operation that no gradient passes, such as round(), sign(), argmax() or detach(), since the layer after them "
+    "has inputs other than 0; their outputs tell them apart"
 )
 
 
 def underflow(evidence: Evidence) -> Diagnosis | None:
-    """The smallest elements are exact multiples of float16's smallest number, and many others are exactly 0."""
+    """Float16 underflow: the smallest elements are multiples of the smallest float16, and many are exactly 0."""
     history = evidence.history
     if not evidence.clean.size:
         return None
@@ -52,28 +52,28 @@ def underflow(evidence: Evidence) -> Diagnosis | None:
 
 
 def _lost_digits(evidence: Evidence, scale: float) -> str:
-    """What float16 did to the elements that it kept, by the newest histogram, as the end of a sentence."""
+    """Return the share of non-zero elements that lost digits in float16, by the newest histogram, as a text."""
     steps = evidence.history.histogram_steps
-    if not steps or math.frexp(scale)[0] != 0.5:  # other scales move the format's limits off the bins' edges
+    if not steps or math.frexp(scale)[0] != 0.5:  # no power of 2: the format's limits are not at bin edges
         return ""
     share = forecast(evidence.history, scale=scale)["fp16"].underflow_ratio
     return "" if math.isnan(share) else f"; {100 * share:.0f} % of the others have lost digits (step {steps[-1]})"
 
 
 def scale_too_high(evidence: Evidence) -> Diagnosis | None:
-    """AMP skips update after update because of Inf, and of NaN only where Inf has come to on its way back."""
+    """Loss scale too high: AMP skips update after update because of Inf; NaN appears only further back than Inf."""
     history = evidence.history
     num_skipped = evidence.num_last_skipped
     samples = range(len(history) - num_skipped, len(history))
     if num_skipped < 3 or evidence.is_broken(-1) or not all(evidence.began_with_inf(sample) for sample in samples):
         return None
     words = f"the last {num_skipped} updates were skipped for Inf, the loss scale is {number(history.loss_scale[-1])}"
-    remedy = "wait for a scaler that started too high; below a scale of 1 clip, or use bfloat16"
+    remedy = "wait if the scaler started too high; if the scale is below 1, clip or use bfloat16"
     return Diagnosis(SCALE, 0.8, words, remedy)
 
 
 def dead_units(evidence: Evidence) -> Diagnosis | None:
-    """Half of a layer's units or more get no gradient at all, in sample after sample."""
+    """Dead units: more than half of a layer's units get no gradient at all, in sample after sample."""
     names, dead_L = evidence.layers.dead_L
     dead = [index for index in range(len(names)) if dead_L[index] > 0.5]
     if not dead:
@@ -85,15 +85,15 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
     )
     if evidence.is_of_large_data and initialisation(evidence) is None:
         words, remedy = f"{evidence.first_gradient}; {words}", f"normalise the inputs and the targets; {remedy}"
-        rival = "dead units for another reason; the inputs and the targets, looked at, tell them apart"
+        rival = "dead units for another reason; a look at the inputs and the targets tells them apart"
         return Diagnosis(LARGE_DATA, 0.9, words, remedy, rival)
-    # Half of an untrained layer may be dead: of those that are dead as a whole the one nearest the output counts.
+    # Half of an untrained layer may be dead. Of the layers that are wholly dead the one nearest the output counts.
     last = max((index for index in dead if dead_L[index] == 1.0), default=dead[-1])
     is_fed = evidence.layers.is_next_fed(last)
     rival = "" if is_fed is False or evidence.layers.is_before_relu(names[last]) else _SATURATED
     if is_fed:
-        rival, remedy = _CUT_OFF, f"{remedy}; pass the gradient straight through what has no derivative"
-    # A mask, a bias or other data switch many off in one step; what takes them one by one is the training itself.
+        rival, remedy = _CUT_OFF, f"{remedy}; use a straight-through estimator for operations without a derivative"
+    # A mask, a bias or other data switch many units off in one step; training switches them off one by one.
     one_by_one = False if rival else evidence.layers.died_one_by_one(last)
     if one_by_one:
         remedy = "divide the learning rate by 10; normalise the inputs and the targets, take the mean in the loss; clip"
@@ -104,7 +104,7 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
 
 
 def frozen(evidence: Evidence) -> Diagnosis | None:
-    """Some parameters never had a gradient while others had one every time."""
+    """Frozen or unused layers: some parameters never had a gradient, while others had one in every sample."""
     present_SP = ~np.isnan(evidence.history.num_elements)
     never_P = ~present_SP.any(axis=0) & evidence.history.trainable
     never = np.flatnonzero(never_P & ~cancelled_biases(evidence.history.names, never_P))
@@ -112,5 +112,5 @@ def frozen(evidence: Evidence) -> Diagnosis | None:
         return None
     names = [evidence.history.names[index] for index in never]
     words = f"no gradient in any of {len(evidence.history)} samples: {listing(names)}"
-    remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
+    remedy = "check requires_grad, detach() and torch.no_grad(); pass exclude= for layers frozen on purpose"
     return Diagnosis(FROZEN, 0.6, words, remedy)
