@@ -112,8 +112,8 @@ class Evidence:
 
     @property
     def began_to_fade(self) -> bool:
-        """Whether the norm fell by less than half of that, on a log scale, at the first step of the training: then
-        the initial weights are not the cause."""
+        """Whether at the first step of the training the norm fell by less than half of its later fall, on a log scale:
+        then the initial weights are not the cause of `fading`."""
         first = self.layers.first_depth
         if self.fading is None or first is None or self.step(0) > _FIRST_STEPS:
             return False

@@ -37,8 +37,8 @@ _STAYS: Final = 5  # samples in a row above the limit; no healthy spike below `_
 _OF_RECORD: Final = 0.25  # share of `deviations` that is added to the record, which is above the median already
 _WORTH_A_WORD: Final = 4.0  # multiple of the record from which a spike that has passed is reported, as INFO
 _UNMOVED_GROWTH: Final = 3.0  # factor on `growth` for a rise that does not move the parameters: it may turn by itself
-_MOVED: Final = 0.05  # share of the parameters' norm by one update; once a run is under way healthy updates move 2.5 %
-_MOVING: Final = 3  # updates in a row that moved parameters, as when a run begins: after a spike they are no worse
+_MOVED: Final = 0.05  # share of the parameters' norm that an update moves; healthy, after the first steps: 2.5 %
+_MOVING: Final = 3  # updates in a row that moved parameters, as when a run begins: they excuse those after a spike
 _LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and {clip}"
 # kind -> (probable cause, remedy), as far as the norm alone shows. The diagnosis adds what layers and parameters show.
 # {clip} is the advice about clipping, which depends on whether the training clips already.

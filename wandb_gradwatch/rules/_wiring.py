@@ -189,7 +189,7 @@ class UnchangedParameters(ShippedRule):
         if sample.step - self._arrived >= self.zero_patience:
             yield self._lost_alert(sample.step)
         elif num_still:
-            # What is the same at both ends of many steps was the same between them.
+            # A parameter that is equal in two samples has not changed at the steps between them.
             needed = max(_LEAST_SAMPLES, math.ceil(self.zero_patience / update.num_steps))
             still_P = self._still.last(names, still_P & visible_P, needed, ~np.isnan(received_P))
             if still_P.any():
