@@ -1,4 +1,4 @@
-"""Each rule on the smallest samples that show its law."""
+"""Each rule on the smallest samples that show its behaviour."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_isolated_skip_is_calibration_and_five_in_a_row_are_a_collapse():
 def test_a_scale_below_the_floor_is_said_but_blocks_no_step():
     (alert,) = LossScaleCollapse(min_scale=1.0).check(sample_of({"a": [1.0]}, loss_scale=0.5))
     assert "the loss scale is 0.5, below 1" in alert.text
-    assert alert.level == "WARN"  # an ERROR would let a guard skip every good step from here on
+    assert alert.level == "WARN"  # with ERROR a guard would skip every good step from here on
     assert list(LossScaleCollapse().check(sample_of({"a": [1.0]}))) == []  # no scaler: the scale is missing
 
 
@@ -125,7 +125,7 @@ def test_nan_at_any_scale_is_not_blamed_on_the_scale():
 
 def test_students_factor_is_the_table_of_t_quantiles():
     # One-sided p = 0.00135 is 3 standard deviations: t of 4 degrees of freedom is 6.620, of 9 it is 4.094, of 29
-    # 3.280 (tables); times sqrt(1 + 1/n). Wallace's approximation is good to 3 % there.
+    # 3.280 (tables); times sqrt(1 + 1/n). Wallace's approximation has an error of at most 3 % there.
     for n, t in ((5, 6.620), (10, 4.094), (30, 3.280)):
         assert student_factor(3.0, n) == pytest.approx(t * math.sqrt(1 + 1 / n), rel=0.03)
     assert student_factor(3.0, 100_000) == pytest.approx(3.0, rel=1e-3)
@@ -135,14 +135,14 @@ def test_fifty_norms_of_exactly_1_and_then_1_00001_are_silent():
     norms = [1.0] * 50 + [1.00001]
     assert list(ExplodingGradient().check(of_norms(norms))) == []
     lower = ExplodingGradient(min_factor=1.0, record_factor=1.0)
-    assert list(lower.check(of_norms(norms))) == []  # nor without the least factors: one sample above, nothing after it
+    assert list(lower.check(of_norms(norms))) == []  # one sample above the limit is not enough
 
 
 def test_each_number_of_a_rise_stands_beside_its_own_step() -> None:
     check, told = ExplodingGradient(), []
-    for step, norm in enumerate([1.0] * 100 + [200.0, 400.0], 1):  # sample by sample, as they arrive
+    for step, norm in enumerate([1.0] * 100 + [200.0, 400.0], 1):  # one sample at a time, as during training
         told += check.check(of_norms([norm], start=step))
-    assert [(alert.step, alert.level) for alert in told] == [(101, "WARN"), (101, "ERROR")]  # where the rise began
+    assert [(alert.step, alert.level) for alert in told] == [(101, "WARN"), (101, "ERROR")]  # where the rise starts
     assert told[0].text.startswith("Step 101: the gradient norm is 200, ")
     assert told[1].text.startswith("Step 102: the gradient norm is 400, ")
     assert "it has not fallen back since step 101." in told[1].text
@@ -168,12 +168,12 @@ def test_nan_at_50_and_a_thousandfold_spike_at_110_are_both_found_and_no_good_st
 
 def test_a_second_spike_soon_after_a_first_is_found():
     norms = np.exp(np.random.default_rng(1).normal(0, 0.3, 120))
-    norms[[99, 101]] = [1e5, 50.0]  # the first, were it learned from as it is, would hide the second
+    norms[[99, 101]] = [1e5, 50.0]  # the first would hide the second if the rule learned it unlimited
     assert steps(ExplodingGradient().check(of_norms(norms))) == [100, 102]
 
 
 def test_a_spike_that_the_run_has_survived_before_is_no_alarm():
-    # Eight times the usual, after norms of 20 times: at the beginning, in the middle of it, and near their end.
+    # A spike of 8 times the usual norm, after norms of 20 times the usual norm.
     norms = [20.0] * 20 + [1.0] * 40 + [8.0] + [1.0] * 10
     assert list(ExplodingGradient().check(of_norms(norms))) == []
 
@@ -184,7 +184,7 @@ def test_a_spike_that_falls_back_at_once_is_no_error_and_teaches(factor, level):
     norms = np.concatenate([calm, [factor * calm.max() * 0.99], calm])
     check = ExplodingGradient(min_factor=1.0)
     assert [alert.level for alert in check.check(of_norms(norms))] == level
-    # It doubles the record at most: a spike of three times is then told by nobody.
+    # The spike at most doubles the record: a later spike of three times raises no alert.
     assert list(check.check(of_norms([3.5, *calm], start=200))) == []
 
 
@@ -207,7 +207,7 @@ def test_what_grows_on_moves_the_parameters_or_ends_in_nan_is_an_error():
 
 
 def test_what_stays_at_a_few_times_the_record_and_moves_nothing_is_told_at_the_fifth_sample():
-    """An LSTM that leaves a plateau has two samples of 5 times the record; clipped, they move nothing."""
+    """An LSTM that leaves a plateau has two samples of 5 times the record; clipped, they hardly move parameters."""
     for num, told in ((4, []), (5, [31])):
         assert steps(ExplodingGradient().check(of_norms([1.0] * 30 + [6.0] * num))) == told
 
@@ -215,7 +215,7 @@ def test_what_stays_at_a_few_times_the_record_and_moves_nothing_is_told_at_the_f
 def test_a_first_step_a_hundred_times_larger_is_no_alarm_and_hides_none():
     norms = np.exp(np.random.default_rng(2).normal(0, 0.2, 60))
     norms[0] = 100.0
-    norms[[11, 39]] = 15.0  # at step 12 the first is forgotten
+    norms[[11, 39]] = 15.0
     assert steps(ExplodingGradient().check(of_norms(norms))) == [12, 40]
 
 
@@ -223,7 +223,7 @@ def test_a_first_step_a_hundred_times_larger_is_no_alarm_and_hides_none():
 @pytest.mark.parametrize("num_healthy", [0, 50])
 def test_growth_is_found_before_it_has_grown_a_thousandfold(factor, num_healthy):
     rng = np.random.default_rng(3)
-    growing = factor ** np.arange(1 + int(math.log(1000) / math.log(factor)))  # up to 1000 times; nothing moves
+    growing = factor ** np.arange(1 + int(math.log(1000) / math.log(factor)))  # up to 1000; parameters do not move
     norms = np.concatenate([np.ones(num_healthy), growing])
     norms *= np.exp(rng.normal(0, 0.05, len(norms)))
     alerts = list(ExplodingGradient().check(of_norms(norms)))
@@ -236,17 +236,17 @@ def test_a_fall_a_jump_and_a_return_to_where_it_began_are_no_steady_growth():
         assert list(ExplodingGradient(threshold=None, record_factor=None).check(of_norms(norms))) == []
 
 
-@pytest.mark.parametrize(("peak", "is_told"), [(1.6, False), (40.0, True)])  # of 0.8: twice is survived, 50 times not
+@pytest.mark.parametrize(("peak", "is_told"), [(1.6, False), (40.0, True)])  # 2 and 50 times the first norm
 def test_a_rise_back_to_where_the_run_began_is_no_explosion(peak, is_told):
-    """As at the edge of stability: 40 times the plateau within 18 steps, and down again."""
+    """At the edge of stability the norm rises to 40 times the plateau within 18 steps."""
     norms = [0.8, 0.4, 0.2, 0.1, 0.06, *[0.04] * 80, *np.geomspace(0.04, peak, 18)]
     assert bool(steps(ExplodingGradient(record_factor=None).check(of_norms(norms)))) == is_told
 
 
 def test_a_new_level_is_one_alarm_after_another_until_it_is_the_usual_one():
     alerts = list(ExplodingGradient(adapt_after=20, growth=None).check(of_norms([1.0] * 30 + [500.0] * 60)))
-    assert steps(alerts) == [31] * 19  # of the step where it began, one for each sample from 31 to 49
-    assert {alert.level for alert in alerts} == {"WARN"}  # it stays, and nothing has moved: other data, perhaps
+    assert steps(alerts) == [31] * 19  # one alert per sample from 31 to 49, each with the first step
+    assert {alert.level for alert in alerts} == {"WARN"}  # the parameters do not move: perhaps other data
 
 
 def test_100_times_too_high_a_learning_rate_shows_at_the_second_step_and_is_an_error_at_the_third():
@@ -281,7 +281,7 @@ def test_unfreezing_the_body_is_no_explosion():
 def test_an_explosions_text_names_step_values_threshold_and_layers():
     calm = [sample_of({"a": [3.0], "b": [4.0]}, step=s) for s in range(1, 21)]
     *_, alert = ExplodingGradient().check(together([*calm, sample_of({"a": [3.0], "b": [600.0]}, step=21)]))
-    # usual 5 = |(3, 4)|, found |(3, 600)| = 600.01; the run never moved, so the limit is 5 times the usual: 25
+    # usual 5 = |(3, 4)|, found |(3, 600)| = 600.01; the norms do not scatter, so the limit is 5 times the usual: 25
     fact = (
         "Step 21: the gradient norm is 600, 120 times the usual 5 and 120 times the largest that the run has survived"
     )
@@ -306,7 +306,7 @@ def test_false_alarms_on_healthy_log_normal_norms_are_rare():
 
 
 def test_the_rate_of_false_alarms_can_be_exceeded():
-    # With no room above what has been survived, the counting above does see alarms.
+    # With a limit at the largest norm so far, there are false alarms, so the test above can fail.
     norms = np.exp(np.random.default_rng(6).normal(0, 3.0, 300))
     check = ExplodingGradient(min_factor=1.0, record_factor=1.0, deviations=0.0)
     assert len(list(check.check(of_norms(norms)))) > 1
@@ -355,7 +355,7 @@ def test_a_cliff_is_vanishing_and_a_slow_fall_is_convergence():
 
 
 def test_healthy_late_training_with_all_gradients_1e_7_raises_nothing():
-    # 1000 elements of 1e-7: norm 3.2e-6, above the floor; none of them is exactly 0
+    # 1000 elements of 1e-7: norm 3.2e-6, above the floor; no element is exactly 0
     late = [sample_of({"a.weight": np.full(900, 1e-7), "a.bias": np.full(100, 1e-7)}, step=s) for s in range(1, 151)]
     for check in default_rules():
         assert list(check.check(together(late))) == []
@@ -411,7 +411,7 @@ def _never_lost_and_pausing() -> Snapshot:
 
 def test_a_trainable_parameter_without_a_gradient_for_long_is_said_and_one_that_pauses_is_not():
     (first, *_, last) = alerts = list(NoGradient(patience=100).check(_never_lost_and_pausing()))
-    # Present up to 20: by chance it is missing once in 22 samples, and five in a row are alike: 22^(-23 / 5) < 1e-6.
+    # Present up to 20. Chance of a missing gradient: 1 in 22 samples, and 5 in a row are alike: 22^(-23 / 5) < 1e-6.
     assert steps(alerts) == list(range(43, 121))
     assert "lost (23 samples)." in first.text
     assert "2 of 3 watched parameters have had no gradient for 100 samples" in last.text
@@ -437,7 +437,7 @@ def test_gradients_that_are_all_exactly_0_are_no_gradient_and_not_dead():
 
 
 def first_sample(**weights: np.ndarray) -> list[str]:
-    """What is said of a model whose layers begin with these weights, and biases of 0.1."""
+    """Return the texts about a model whose layers start with these weights, and with biases of 0.1."""
     rng, grads, parameters = np.random.default_rng(0), {}, {}
     for name, weight in weights.items():
         beside = name.replace("weight", "bias").replace("_", ".")
@@ -456,7 +456,7 @@ def random_weight(gain: float, units: int = 32) -> np.ndarray:
     ("weight", "words"),
     [
         (random_weight(1.0), None),
-        (np.eye(32, dtype=np.float32), None),  # gain 1: a recurrence may begin as the identity
+        (np.eye(32, dtype=np.float32), None),  # gain 1: a recurrence may start as the identity
         (np.full((32, 32), np.float32(0.05)), "all elements of a weight are equal"),
         (random_weight(3.0), "far larger"),  # above 2.5
         (random_weight(0.01), "far smaller"),  # below 0.03
@@ -488,7 +488,7 @@ def test_large_inputs_are_told_at_the_second_sample_by_the_first_layers_gradient
     for step in range(1, 6):
         x, delta = inputs * (1 + 0.5 * rng.normal(size=(16, 8))), rng.normal(size=(16, 4))
         grads = {"0.weight": delta.T @ x, "0.bias": delta.sum(axis=0)}
-        if normalised:  # a batch norm takes the bias away again
+        if normalised:  # a batch norm cancels the bias
             grads |= {"0.bias": 1e-9 * delta.sum(axis=0), "1.weight": delta[0], "1.bias": delta[1]}
         samples.append(sample_of(grads | {"2.weight": [1.0]}, step=step))
     assert steps(LargeInputs().check(together(samples))) == told
@@ -498,11 +498,11 @@ def test_large_inputs_are_told_at_the_second_sample_by_the_first_layers_gradient
     ("first", "second", "told"),
     [
         ([1.02] * 30, [1.0] * 30, []),
-        ([1.25] * 3, [1.0] * 3, [3, 4]),  # one weight of two, by more than 20 % twice
-        ([1.19] * 8, [1.0] * 8, [8, 9]),  # by 1.19^6 = 2.8, the largest of seven updates left out
+        ([1.25] * 3, [1.0] * 3, [3, 4]),  # one of two weights grows by more than 20 % twice
+        ([1.19] * 8, [1.0] * 8, [8, 9]),  # by 1.19^6 = 2.8, without the largest of seven updates
         ([1.11] * 3, [1.11] * 3, []),
-        ([1.0] * 20 + [1.13] * 2, [1.0] * 22, [23]),  # later in a run about half of that
-        ([1.0] * 20 + [1.11] * 4, [1.0] * 24, []),  # as a healthy LSTM at a rate of 20
+        ([1.0] * 20 + [1.13] * 2, [1.0] * 22, [23]),  # later in a run the limit is about half
+        ([1.0] * 20 + [1.11] * 4, [1.0] * 24, []),  # like a healthy LSTM at a learning rate of 20
         ([1.0, 50.0, *[1.0] * 20], [1.0] * 22, []),
     ],
 )
@@ -528,7 +528,7 @@ def test_of_many_weights_that_grow_alike_half_as_much_is_as_bad(num_weights, tol
 
 @pytest.mark.parametrize(("rate", "told"), [(0.01, []), (1.0, [3, 4, 5, 6])])
 def test_tables_that_begin_small_may_grow_by_the_learning_rate_per_step(rate, told):
-    """Embeddings of 0.01, as matrix factorisation has them, under Adam: 2 times, 1.5 times, 1.33 times, ..."""
+    """Embeddings that start at 0.01 (matrix factorisation) grow under Adam by factors of 2, 1.5, 1.33, ..."""
     sizes = [0.01 + rate * step for step in range(6)]
     grads = {"users.weight": np.full(1600, 0.01), "items.weight": np.full(1600, 0.01)}
     tables = [{name: np.full(1600, size) for name in grads} for size in sizes]
@@ -538,7 +538,7 @@ def test_tables_that_begin_small_may_grow_by_the_learning_rate_per_step(rate, to
 
 @pytest.mark.parametrize(("parameter", "told"), [(1.0, [6]), (1000.0, [])])
 def test_who_leaves_a_plateau_comes_from_next_to_nothing(parameter, told):
-    """A gradient that grows tenfold per step, up to 1: beside parameters of 2000 together that is nothing."""
+    """A gradient norm that rises from 1e-6 to 1 is negligible beside a parameter norm of 2000, but not of 2."""
     norms = [*[1e-6] * 5, 1.0, 1.0, 1.0]
     samples = [
         sample_of({"w": np.full(4, norm / 2)}, step=step, parameters={"w": np.full(4, parameter)})
@@ -559,7 +559,7 @@ def test_adapters_of_a_frozen_model_may_begin_next_to_0(is_frozen, told):
 
 
 def test_a_weight_that_leaves_0_may_grow_as_it_likes():
-    """LoRA's B, say: its norm doubles with each update, and is a hundredth of the others' at last."""
+    """Like LoRA's B: its norm doubles with each update, and ends at a hundredth of the other norm."""
     sizes = [0.0, *(1e-4 * 2.0 ** np.arange(7))]
     weights = [{"a": np.full(300, 1.0), "b": np.full(300, size)} for size in sizes]
     grads = {"a": np.ones(300), "b": np.ones(300)}
@@ -625,8 +625,8 @@ def test_state_survives_json_and_one_call_or_many_find_the_same(seed):
                 resumed = type(parts)()
                 resumed.load_state_dict(json.loads(json.dumps(parts.state_dict())))
                 parts = resumed
-        # A name that is missing from a window because it came later is missing in its samples: the counts of
-        # parameters in a text may differ, steps and kinds may not.
+        # Windows before a late parameter do not have its name: numbers of parameters in texts may differ, but steps and
+        # titles may not.
         assert [(a.step, a.title, a.level) for a in found] == [(a.step, a.title, a.level) for a in expected], whole
 
 
@@ -654,21 +654,21 @@ def test_a_listing_has_five_items_and_counts_the_rest():
 
 
 def test_branches_side_by_side_are_no_depth():
-    # The critic's norms are a hundred thousand times the actor's; within each branch nothing fades.
+    # The critic's norms are a hundred thousand times the actor's, but norms do not vanish within either branch.
     sizes = {f"actor.{i}.weight": [1e-5 * 1.5**i] for i in range(4)} | {
         f"critic.{i}.weight": [1.5**i] for i in range(4)
     }
     check = VanishingGradient()
     assert list(check.check(together([sample_of(sizes, step=s) for s in range(1, 31)]))) == []
     chain = {f"actor.{i}.weight": [10.0**-i] for i in range(5)} | {"critic.weight": [1.0]}
-    chain = dict(reversed(chain.items()))  # in the model's order the first is the smallest
+    chain = dict(reversed(chain.items()))  # the model's first parameter has the smallest norm
     assert steps(VanishingGradient(patience=3).check(together([sample_of(chain, step=s) for s in range(1, 4)]))) == [3]
 
 
 def test_units_that_are_off_in_every_sample_but_never_the_same_ones_are_not_dead():
     rng = np.random.default_rng(8)
     samples = []
-    for step in range(1, 101):  # a batch of 1: two thirds of 24 ReLU units are off, others each time
+    for step in range(1, 101):  # a batch of 1: each sample has two thirds of 24 ReLU units off, at random
         on = rng.random(24) < 1 / 3
         samples.append(
             sample_of({"a.weight": np.outer(on, np.ones(3)), "a.bias": on * 1.0, "b.bias": [1.0]}, step=step)
@@ -677,7 +677,7 @@ def test_units_that_are_off_in_every_sample_but_never_the_same_ones_are_not_dead
 
 
 def layers(*, dead: dict[str, int], units: int = 64, weight: float = 1.0, empty: str = "") -> dict[str, np.ndarray]:
-    """Gradients of the layers 0, 1, 2 of so many units, of which some are dead; of one layer the input is 0."""
+    """Return gradients of layers 0, 1 and 2; `dead`: number of dead units by layer; `empty`: a layer with input 0."""
     grads = {}
     for name in "012":
         on = (np.arange(units) >= dead.get(name, 0)) * weight
@@ -687,7 +687,7 @@ def layers(*, dead: dict[str, int], units: int = 64, weight: float = 1.0, empty:
 
 
 def dead_steps(*grads: dict[str, np.ndarray], parameters: float = 1.0) -> list[int]:
-    """When a layer is told of that has these gradients sample after sample, and weights of this size."""
+    """Return the steps of DeadGradient's alerts for these samples of gradients, with parameters of this size."""
     samples = [
         sample_of(one, step=step, parameters={name: np.full(grad.shape, parameters) for name, grad in one.items()})
         for step, one in enumerate(grads, 1)
@@ -696,8 +696,8 @@ def dead_steps(*grads: dict[str, np.ndarray], parameters: float = 1.0) -> list[i
 
 
 def test_half_of_an_untrained_layers_units_are_off_by_chance_and_more_are_not():
-    # 64 fair coins: 32 +- 4 deviations of 4, which is 48; and training switches some more off, up to 0.9 * 64 = 57.6.
-    # The same units in every sample, as a fixed batch shows them.
+    # 64 fair coins: 32 + 4 deviations of 4 is 48; training may switch off more units, up to 0.9 * 64 = 57.6.
+    # The same units in every sample, as with a fixed batch.
     assert dead_steps(*[layers(dead={"1": 57})] * 30) == []
     assert dead_steps(*[layers(dead={"1": 58})] * 12) == [10, 11, 12]
 
@@ -705,17 +705,17 @@ def test_half_of_an_untrained_layers_units_are_off_by_chance_and_more_are_not():
 def test_half_of_a_layer_that_dies_at_once_is_told_at_the_second_sample():
     before, after = [layers(dead={"1": 4})] * 20, [layers(dead={"1": 36})] * 2
     assert dead_steps(*before, *after) == [22]
-    drifting = [layers(dead={"1": 16 + step}) for step in range(24)]  # one unit more in each sample, up to 39
+    drifting = [layers(dead={"1": 16 + step}) for step in range(24)]  # one more unit per sample, up to 39
     assert dead_steps(*drifting) == []
 
 
 def test_layers_that_are_dead_from_the_first_step_on_are_told_at_the_second_unless_weights_of_0_hold_them_up():
     dead = [layers(dead={"0": 64, "1": 64})] * 11
     assert dead_steps(*dead) == list(range(2, 12))
-    assert dead_steps(*dead, parameters=0.0) == []  # "Initial weights" tells of weights that are all 0
-    expert = [layers(dead={"1": 64})] * 11  # what comes before it has gradients: a branch that is not used now
+    assert dead_steps(*dead, parameters=0.0) == []  # another rule reports weights that are all 0
+    expert = [layers(dead={"1": 64})] * 11  # the layers before have gradients: an unused branch
     assert dead_steps(*expert) == [10, 11]
-    assert dead_steps(*[layers(dead={"0": 4}, units=4)] * 9) == []  # four units are all off now and then
+    assert dead_steps(*[layers(dead={"0": 4}, units=4)] * 9) == []  # with four units it is not rare that all are off
 
 
 def test_a_layer_whose_inputs_become_0_is_told_at_the_second_sample():
@@ -726,7 +726,7 @@ def test_a_layer_whose_inputs_become_0_is_told_at_the_second_sample():
     assert alert.step == 52
     assert "the weights of 0 have had no gradient while its bias has one" in alert.text
     assert "the data has changed" in alert.text
-    assert dead_steps(*[layers(dead={}, empty="0")] * 30) == []  # inputs that were never anything else
+    assert dead_steps(*[layers(dead={}, empty="0")] * 30) == []  # inputs that were 0 from the start
 
 
 def test_a_whole_layer_that_dies_is_told_at_the_second_sample():
@@ -734,5 +734,5 @@ def test_a_whole_layer_that_dies_is_told_at_the_second_sample():
     dead = {"a.weight": [0.0], "a.bias": [0.0], "b.weight": [0.0], "b.bias": [1.0]}
     samples = [sample_of(alive, step=s) for s in range(1, 51)] + [sample_of(dead, step=s) for s in (51, 52)]
     assert steps(DeadGradient().check(together(samples))) == [52]  # by chance (1 / 52)^2
-    experts = [sample_of(dead if s % 3 else alive, step=s) for s in range(1, 101)]  # two of three batches do without it
+    experts = [sample_of(dead if s % 3 else alive, step=s) for s in range(1, 101)]  # used by one of three batches
     assert list(DeadGradient().check(together(experts))) == []

@@ -1,6 +1,6 @@
-"""What is judged is compared with samples that are as far apart: ten steps in a row say little of the hundredth after.
+"""Rules compare a sample with samples that are as far apart: ten consecutive steps say little about a step 100 later.
 
-The default cadence measures the first ten steps, and then what a budget allows, for a tiny model every hundredth.
+The default cadence samples the first ten steps, and then as often as a budget allows: every 100th for a tiny model.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def at(steps: list[int], norms: list[float]) -> Snapshot:
         ([], []),
         ([7], [7]),
         (FIRST, FIRST),
-        ([*FIRST, 110], [10, 110]),  # 50 apart at least, as half of 110 - 10 is
+        ([*FIRST, 110], [10, 110]),  # at least 50 apart, half of 110 - 10
         ([*FIRST, 110, 210, 310], [10, 110, 210, 310]),
         ([*FIRST, 110, 150, 210], [10, 110, 150, 210]),  # 30 apart
-        ([100, 200, 201, 202, 203], [100, 200, 201, 202, 203]),  # a burst is compared with all there is
-        ([100, 200, 201, 202, 302], [100, 202, 302]),  # and is one sample for what comes after it
+        ([100, 200, 201, 202, 203], [100, 200, 201, 202, 203]),  # a sample in a burst is compared with all samples
+        ([100, 200, 201, 202, 302], [100, 202, 302]),  # later samples take the burst as one sample
     ],
 )
 def test_samples_that_are_half_as_far_apart_as_the_last_two_are_the_measure(steps: list[int], kept: list[int]) -> None:
@@ -49,7 +49,7 @@ def test_samples_that_are_half_as_far_apart_as_the_last_two_are_the_measure(step
 def test_what_ten_steps_in_a_row_have_shown_is_no_limit_for_the_hundredth_after_them(
     gap: int, factor: float, told: int
 ) -> None:
-    """Norms often grow tenfold in the first hundred steps. At that distance the limit is 20 * sqrt(100) times."""
+    """Norms often grow tenfold in the first hundred steps. At that distance the limit is a factor of 20 * sqrt(100)."""
     later = [10 + gap * number for number in (1, 2, 3)]
     alerts = list(ExplodingGradient().check(at([*FIRST, *later], [1.0] * 10 + [factor] * 3)))
     assert bool(alerts) == told
@@ -63,13 +63,13 @@ def test_after_five_samples_at_its_own_distance_a_spike_is_told_as_in_any_run() 
 
 @pytest.mark.parametrize(("every", "is_rise"), [(1, True), (20, False)])
 def test_a_rise_over_hundreds_of_steps_is_a_slow_one_however_few_samples_show_it(every: int, is_rise: bool) -> None:
-    """30 times in 7 samples: too much in as many steps, and less than the 5 * 20 times that 120 steps need."""
+    """A factor of 30 in 7 samples: too much for 7 steps, but below the limit for 120 steps, which is 5 * 20."""
     norms = np.log([1.0] * 5 + [30 ** (number / 6) for number in range(7)])
     assert (steady_growth(norms.tolist(), factor=20.0, every=every) is not None) is is_rise
 
 
 def test_parameters_that_moved_a_fifth_in_a_hundred_steps_were_not_written_at_once() -> None:
-    """0.2 in 100 updates is 0.2 % each, as the first updates, and no lost state of an optimizer."""
+    """A change of 0.2 in 100 updates is 0.2 % each, as in the first updates: the optimizer has not lost its state."""
     steps = [*range(1, 11), 110, 210]
     sizes = [1.0 + 0.001 * step if step <= 10 else 1.2 + 0.001 * step for step in steps]
     norms = [1.0] * 10 + [300.0] * 2
@@ -88,7 +88,7 @@ def test_parameters_that_moved_a_fifth_in_a_hundred_steps_were_not_written_at_on
 def every_20th(
     sizes: list[float], *, rates: list[float] | None = None, gradients: list[float] | None = None
 ) -> Snapshot:
-    """Samples of one parameter of this size, 20 steps apart."""
+    """Return samples of one parameter of these sizes, 20 steps apart."""
     samples = [
         sample_of({"a.weight": [gradient] * 4}, step=20 * number, parameters={"a.weight": np.full(4, size)})
         for number, (size, gradient) in enumerate(zip(sizes, gradients or [1.0] * len(sizes), strict=True), 1)
@@ -99,7 +99,7 @@ def every_20th(
 
 @pytest.mark.parametrize(("size", "is_the_rate"), [(3.0, True), (1.1, False)])
 def test_units_that_died_after_a_rate_that_rose_between_samples_died_of_it(size: float, is_the_rate: bool) -> None:
-    """Three times the norm in 20 updates is 5.6 % each: far by none of them alone, and far by all."""
+    """Three times the norm in 20 updates is 5.6 % each: large for all updates together, but not for each alone."""
     history = every_20th([1.0] * 6 + [size] * 3, rates=[0.01] * 5 + [1.0] * 4, gradients=[1.0] * 6 + [0.0] * 3)
     found = [one.cause for one in diagnose(history) if one.explains("Dead gradient")]
     assert (found[:1] == ["learning rate too high"]) is is_the_rate
@@ -119,7 +119,7 @@ def test_of_steps_that_were_not_measured_nobody_knows_that_the_gradient_was_usua
 
 @pytest.mark.parametrize(("later", "told"), [([110, 111], []), ([110, 111, 112, 113], [113])])
 def test_what_the_first_steps_may_grow_is_not_held_against_them_later(later: list[int], told: list[int]) -> None:
-    """15 % in each of the steps 8, 9 and 10, where 20 % are allowed; 1.1 % per step up to 110; 15 % from 112 on."""
+    """Growth of 15 % in steps 8 to 10, where the limit is 20 %, then 1.1 % per step up to 110, and 15 % from 112 on."""
     steps, size, history = [*FIRST, *later], 1.0, []
     for before, step in itertools.pairwise([0, *steps]):
         size *= 1.15 if step in (8, 9, 10, 112, 113) else 1.011 ** (step - before) if step > 10 else 1.0
@@ -131,7 +131,7 @@ def test_what_the_first_steps_may_grow_is_not_held_against_them_later(later: lis
 @pytest.mark.parametrize("gap", [50, 100])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_deep_mlp_whose_gradient_grows_as_it_learns_is_silent(seed: int, gap: int) -> None:
-    """Its norm is 0.06 in the first ten steps, and 1 a hundred steps later."""
+    """The parameter's norm is 0.06 in the first ten steps, and 1 a hundred steps later."""
     torch.manual_seed(seed)
     sizes = [16, *[60] * 8, 8]
     layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())][:-1]

@@ -1,4 +1,4 @@
-"""Rules and diagnosis claim no more than their evidence decides: what else makes the same numbers is said beside it."""
+"""Rules and diagnosis claim no more than the evidence supports: texts also name other causes of the same numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from wandb_gradwatch.snapshot import Snapshot, keys
 
 
 def steps(check: Rule, snapshot: Snapshot) -> list[int]:
-    """Of what is said sample by sample, by a rule that goes on from its saved state each time."""
+    """Return the steps of the alerts, checking one sample at a time with a rule restored from its state each time."""
     told = []
     for place in range(len(snapshot)):
         kind = type(check)()
@@ -43,20 +43,20 @@ def steps(check: Rule, snapshot: Snapshot) -> list[int]:
 
 
 def measured(snapshot: Snapshot, **metrics: list[float]) -> Snapshot:
-    """With the loss, or the learning rate, of each sample."""
+    """Return the snapshot with the loss, or the learning rate, of each sample added."""
     named = {getattr(keys, name.upper()): np.array(values) for name, values in metrics.items()}
     return replace(snapshot, metrics={**snapshot.metrics, **named})
 
 
-# ---- limits that know the run's own scatter
+# ---- limits from the run's own scatter
 
 
 @pytest.mark.parametrize(("scatter", "is_told"), [(0.05, True), (1.2, False)])
 def test_norms_that_scatter_have_a_limit_of_their_own(scatter: float, is_told: bool) -> None:
-    """Five samples in a row of 2.5 times the record, at least 6 times the median.
+    """Add five samples of 2.5 times the record, and of at least 6 times the median.
 
-    The record of calm norms is 1.1, and the limit 5 times the median. Of scatter 1.2, a factor of e^1.2 = 3.3, the
-    limit is 3.3 times the record: noise of small batches, as in reinforcement learning, does such things now and then.
+    With scatter 0.05 the limit is 5 times the median. With scatter 1.2, a factor of e^1.2 = 3.3, the limit is 3.3 times
+    the record, because the noise of small batches, as in reinforcement learning, often exceeds the record.
     """
     norms = np.exp(np.random.default_rng(0).normal(0, scatter, 60))
     level = max(2.5 * norms.max(), 6.0)
@@ -67,7 +67,7 @@ def test_norms_that_scatter_have_a_limit_of_their_own(scatter: float, is_told: b
 
 
 def clipped(factors: list[float], norm: float = 1.0) -> Snapshot:
-    """Samples of which clipping has left this part of the norm, which is 1 in the first one."""
+    """Return samples whose norms clipping has divided by these factors; the first norm is 1, the others are `norm`."""
     norms = np.array([1.0] + [norm] * (len(factors) - 1))
     samples = of_norms(norms)
     rows = samples.rows.copy()
@@ -77,10 +77,8 @@ def clipped(factors: list[float], norm: float = 1.0) -> Snapshot:
 
 def test_too_tight_a_clip_is_certain_at_once_only_where_nothing_can_have_exploded_before() -> None:
     assert steps(TightClipping(), clipped([5000.0] * 4)) == [3, 4]
-    assert steps(TightClipping(), clipped([2.0, *[5000.0] * 3])) == [4]  # the norms are those of before
-    assert steps(TightClipping(), clipped([2.0, *[5000.0] * 20], norm=9.0)) == [
-        21
-    ]  # it may be an explosion that is held
+    assert steps(TightClipping(), clipped([2.0, *[5000.0] * 3])) == [4]  # the norms are as before
+    assert steps(TightClipping(), clipped([2.0, *[5000.0] * 20], norm=9.0)) == [21]  # clipping may hold an explosion
 
 
 # ---- gradients that do not arrive
@@ -89,8 +87,8 @@ def test_too_tight_a_clip_is_certain_at_once_only_where_nothing_can_have_explode
 @pytest.mark.parametrize(
     ("missing", "told"),
     [
-        ("ab", [10, 11, 12]),  # all from the input up to one: the way back is cut there
-        ("b", []),  # an expert that nothing is sent to, or a head that is not used yet, has others before it
+        ("ab", [10, 11, 12]),  # all layers from the input up to b: the backward is cut after b
+        ("b", []),  # an unused expert or head: a layer before it has gradients
         ("ad", []),
     ],
 )
@@ -101,7 +99,7 @@ def test_a_way_back_that_is_cut_is_told_after_ten_samples(missing: str, told: li
 
 @pytest.mark.parametrize("loss", [0.7, 0.0])
 def test_no_gradient_at_all_is_told_at_the_third_sample(loss: float) -> None:
-    """As of a loss that was made of a number: there is nothing that a backward has reached."""
+    """Like a loss that was rebuilt from a number: the backward reaches no parameter."""
     samples = [sample_of({n: None for n in "ab"}, step=s) for s in range(1, 5)]
     assert steps(NoGradient(), measured(together(samples), loss=[loss] * 4)) == [3, 4]
 
@@ -142,7 +140,7 @@ def test_gradients_of_which_float16_has_kept_only_its_smallest_steps_are_told(
 
 @pytest.mark.parametrize(("healthy", "told"), [(250, [5, 6]), (350, [])])
 def test_a_healthy_layer_hides_no_underflow_of_most_of_the_elements(healthy: int, told: list[int]) -> None:
-    # 300 elements have underflowed beside 250 of an ordinary size, which alone make the whole norm; 350 are the most.
+    # 300 underflowed elements beside 250 ordinary ones, which make up the whole norm; beside 350 they are a minority.
     rng = np.random.default_rng(0)
     samples = [
         sample_of(
@@ -172,7 +170,7 @@ def units(dead: int, *, of: int = 40) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     ("shares", "is_told"),
     [
-        ([20] * 10 + [29] * 30, False),  # switched off one by one: a training that does with fewer
+        ([20] * 10 + [29] * 30, False),  # switched off one by one: a training that needs fewer units
         ([37] * 20, True),  # nine tenths of them
         ([10] * 12 + [30] * 3, True),  # half of them at once
     ],
@@ -184,7 +182,7 @@ def test_units_that_are_switched_off_while_others_learn_are_no_alarm(shares: lis
 
 @pytest.mark.parametrize(("b", "told"), [(0.0, False), (1.0, True)])
 def test_a_layer_that_waits_for_a_weight_of_0_is_not_dead_however_long(b: float, told: bool) -> None:
-    """LoRA whose learning rate is 0 for its first steps: nothing passes B to A."""
+    """Like LoRA with a learning rate of 0 in the first steps: B stays 0, so A gets no gradient."""
     parameters = {"a.weight": np.ones(4), "a.bias": np.ones(4), "b.weight": np.full(4, b)}
     grads = {"a.weight": np.zeros(4), "a.bias": np.zeros(4), "b.weight": np.ones(4)}
     samples = [sample_of(grads, step=s, parameters=parameters) for s in range(1, 31)]
@@ -201,7 +199,7 @@ def trained(
     num: int = 24,
     layers: tuple[str, ...] = ("a.weight", "b.weight"),
 ) -> Snapshot:
-    """Samples with a norm of 1 and parameters of 10 that scatter a little, but for these samples."""
+    """Return samples with norms near 1 and parameters near 10, but for the factors `norms` and `sizes` by step."""
     rng, size, samples = np.random.default_rng(1), 10.0, []
     for step in range(1, num + 1):
         size *= sizes.get(step, 1.0 + 1e-3 * float(rng.random()))
@@ -216,7 +214,7 @@ RATE = [0.1] * 20
 @pytest.mark.parametrize(
     ("norms", "sizes", "rates", "is_rate", "words"),
     [
-        # The rate went up a hundredfold in the update of step 21, and that moved the parameters: it is to blame.
+        # The learning rate rises a hundredfold in the update of step 21, which moves the parameters: it is the cause.
         (
             {22: 50.0, 23: 80.0},
             {22: 1.4, 23: 1.4},
@@ -224,7 +222,7 @@ RATE = [0.1] * 20
             True,
             "(it rose from 0.1 to 10 at step 21)",
         ),
-        # The norm was 50 times the usual one when the parameters had moved as ever, by the same rate.
+        # The norm is 50 times the usual one before the parameters move unusually, at the same learning rate.
         ({21: 50.0, 22: 80.0}, {22: 1.4, 23: 1.4}, [0.1] * 24, False, "either one bad batch"),
         ({21: 50.0, 22: 80.0}, {22: 1.4, 23: 1.4}, None, False, "either one bad batch"),
     ],
@@ -268,12 +266,12 @@ def test_a_loss_that_stays_up_after_a_rise_of_the_rate_is_the_rates() -> None:
 
 
 def test_what_reads_no_learning_rate_waits_longer_for_parameters_that_do_not_change() -> None:
-    """The gradients are as large as ever; of a rate that was read and could change something, it may have converged."""
+    """Parameters do not change despite large gradients; the number of samples needed depends on the learning rate."""
     still = together([sample_of({"a": [1.0]}, step=s, parameters={"a": np.array([3.0])}) for s in range(1, 103)])
     assert steps(UnchangedParameters(), still)[0] == 21
     assert steps(UnchangedParameters(), measured(still, learning_rate=[0.0] * 102))[0] == 26
     assert steps(UnchangedParameters(), measured(still, learning_rate=[0.1] * 102))[0] == 11
-    # A learning rate that was read is that of a step() that was called.
+    # A known learning rate proves that step() was called.
     for rate, remedy in (
         (math.nan, "call optimizer.step()"),
         (0.0, "check the learning"),
@@ -283,11 +281,11 @@ def test_what_reads_no_learning_rate_waits_longer_for_parameters_that_do_not_cha
         assert f"Remedy: {remedy}" in alert.text
     warmed_up = measured(
         still, learning_rate=[0.0] * 20 + [0.1] * 82
-    )  # what the first rate above 0 does, is seen after it
+    )  # the effect of the first rate above 0 is visible one sample later
     assert steps(UnchangedParameters(), warmed_up)[0] == 30
 
 
-# ---- what passes by itself
+# ---- problems that end without help
 
 
 @pytest.mark.parametrize(("start", "first_told"), [(2.0**16, 5), (2.0**30, 19), (2.0**12, 5)])  # 2^30 / 2^18 is 4096
@@ -301,7 +299,7 @@ def test_a_loss_scale_that_begins_too_high_is_on_its_way_until_it_is_where_model
 
 
 def test_a_training_that_has_converged_but_for_a_batch_now_and_then_does_not_vanish() -> None:
-    norms = np.where(np.arange(200) % 10 == 0, 1e-3, 2e-7)  # averaged as they are: 1e-4, a thousand times the floor
+    norms = np.where(np.arange(200) % 10 == 0, 1e-3, 2e-7)  # their plain mean is 1e-4, a thousand times the floor
     assert steps(VanishingGradient(), of_norms([*norms, *[5e-8] * 12])) == []
 
 
@@ -330,7 +328,7 @@ def test_a_new_level_is_diagnosed_by_all_samples_that_it_was_found_in() -> None:
 def test_large_weights_of_a_model_that_was_trained_before_are_no_initialisation(
     weight: float, bias: float, told: int
 ) -> None:
-    """Those of a trained GPT-2 are up to 4 times what keeps a signal's size, and its normalisations have moved."""
+    """A trained GPT-2 has weights of up to 4 times the size that preserves a signal, and changed normalisations."""
     rng = np.random.default_rng(0)
     parameters = {
         "ln_1.weight": np.full(32, weight), "ln_1.bias": np.full(32, bias),
@@ -353,7 +351,7 @@ def test_a_weight_that_shrinks_by_the_sample_is_decayed_whatever_the_others_do(l
 
 
 def test_many_small_parameters_of_which_one_grows_do_not_all_shrink() -> None:
-    # 9 of 40 elements: each is too small to be a weight, and all of them together lose about 3 % by the sample.
+    # 9 parameters of 40 elements: each is too small to be judged alone; together they shrink by about 3 % per sample.
     samples = []
     for step in range(1, 12):
         parameters = {f"{n}.scale": np.full(40, 0.97**step if n else 0.01 * 1.01**step) for n in range(9)}
@@ -369,8 +367,8 @@ def test_a_loss_that_is_told_at_its_first_sample_is_not_falling_yet(level: float
 
 
 def test_what_no_optimizer_holds_was_told_as_such_in_a_sample_that_had_all_gradients() -> None:
-    # 21 samples of everything, in one of which the fact is found, and then what nobody resets gets no gradient: of what
-    # has an optimizer it is told at the 23rd, 23^(-23 / 5) < 1e-6.
+    # All gradients are present in 21 samples, then that of b is missing. If b has an optimizer, the 23rd sample without
+    # a gradient raises the alert: 23^(-23 / 5) < 1e-6. If no optimizer holds b, there is no alert.
     samples = [sample_of({"a": [1.0], "b": [1.0] if s <= 21 else None}, step=s) for s in range(1, 51)]
     found = replace(samples[5], metrics={keys.WIRING_UNOWNED + "b": np.ones(1)})
     for told, sixth in (([], found), (list(range(44, 51)), samples[5])):
@@ -386,7 +384,7 @@ def test_of_layers_that_are_cut_off_the_one_next_to_the_cut_is_named_first() -> 
 
 
 def test_parameters_that_begin_to_move_later_were_moved_by_no_batch() -> None:
-    """As a momentum of 0.9995 does it: the norm is 8 times the usual one for a while, and then the parameters run."""
+    """Like a momentum of 0.9995: the norm is 8 times the usual one for 5 samples before the parameters grow."""
     samples = trained(dict.fromkeys(range(16, 25), 8.0), dict.fromkeys(range(21, 25), 1.13))
     *_, alert = FastParameters().check(samples)
     assert "one bad batch" not in with_diagnosis(alert, samples).text
@@ -396,7 +394,7 @@ def test_parameters_that_begin_to_move_later_were_moved_by_no_batch() -> None:
     ("bad_loss", "words"), [(1.0, "either inputs or labels"), (0.0, "without a finite derivative")]
 )
 def test_nothing_arose_on_the_way_back_of_a_loss_that_is_not_finite(bad_loss: float, words: str) -> None:
-    """Three heads, of which one has a target that is NaN: the others are finite, and one comes after it."""
+    """The middle one of three heads has a NaN target: the trunk gets NaN, the other heads stay finite."""
     calm = [
         sample_of({n: [1.0] for n in ("trunk.weight", "heads.0.weight", "heads.1.weight", "heads.2.weight")}, step=s)
         for s in range(1, 21)
@@ -414,17 +412,17 @@ def test_a_peak_that_has_passed_long_before_makes_no_nan() -> None:
     assert "explosion through recurrence" not in [found.cause for found in diagnose(broken)]
 
 
-# ---- one cause is named alone only where something speaks for it
+# ---- a cause is named alone only with evidence for it
 
 
 def told_of(check: Rule, samples: Snapshot, **context: dict[str, str]) -> str:
-    """What the last alert of these samples says."""
+    """Return the text of the last alert of these samples."""
     *_, alert = check.check(samples)
     return with_diagnosis(alert, samples, **context).text
 
 
 def layer(weight: float, bias: float, name: str = "0", *, shape: tuple[int, int] = (8, 16)) -> dict[str, np.ndarray]:
-    """Gradients of a layer: of elements that are all this large."""
+    """Return the gradients of a layer whose elements all have this value."""
     return {f"{name}.weight": np.full(shape, weight), f"{name}.bias": np.full(shape[0], bias)}
 
 
@@ -438,7 +436,7 @@ def test_a_rise_alone_may_be_the_rate_or_a_new_scale() -> None:
 def test_parameters_that_run_from_the_start_are_the_rates_alone_where_the_first_gradient_is_ordinary(
     ratio: float, is_alone: bool
 ) -> None:
-    """1.3 times as large by each update: of a gradient that is larger than the parameters the scale may be to blame."""
+    """Each update grows the parameters by 30 %. If the gradient is larger than they are, its scale may be the cause."""
     weights = [np.full(300, 1.3**step) for step in range(4)]
     samples = [sample_of({"a": ratio * weights[0]}, step=s, parameters={"a": w}) for s, w in enumerate(weights, 1)]
     text = with_diagnosis(
@@ -470,7 +468,7 @@ def test_a_finite_loss_acquits_the_forward_and_a_finite_bias_the_backward(
     [
         ("BatchNorm1d", 1e4, "either a batch norm, or another normalisation"),
         ("Linear", 1e4, "cause: something in the backward of a layer"),
-        ("Linear", 1.0, "either one bad batch"),  # what came back to layer 0 is usual: its input was large
+        ("Linear", 1.0, "either one bad batch"),  # the gradient at layer 0's output is usual: its input was large
     ],
 )
 def test_what_multiplies_a_gradient_on_its_way_is_a_normalisation_or_the_input_or_else_a_backward(
@@ -582,7 +580,7 @@ def test_gradients_of_0_of_a_loss_that_is_0_are_its_own(loss: float, told: list[
 
 
 def test_a_bias_without_a_weight_beside_it_is_no_layer_that_dies() -> None:
-    """Of a hinge loss on fakes and on what is real, +1 and -1 cancel; the weight is in a parametrization."""
+    """In a GAN's hinge loss +1 for real and -1 for fake samples cancel in the bias; the weight is parametrized."""
     names = ("0.parametrizations.weight.original", "0.bias", "2.parametrizations.weight.original", "2.bias")
     samples = [
         sample_of({n: np.full(9, 0.0 if n == "2.bias" and s % 9 > 2 else 1.0) for n in names}, step=s)
@@ -593,7 +591,7 @@ def test_a_bias_without_a_weight_beside_it_is_no_layer_that_dies() -> None:
 
 @pytest.mark.parametrize(("after", "told"), [("b", [13]), ("", [])])
 def test_outputs_that_the_loss_has_no_use_for_are_no_dead_units(after: str, told: list[int]) -> None:
-    """32 of 40 at once, in a layer that another one follows, or in the last one: answers that nobody gives any more."""
+    """32 of 40 units die at once, in a hidden layer or in the last layer, where classes may no longer occur."""
     follows = {f"{after}.weight": [1.0]} if after else {}
     samples = [sample_of(units(32 if s > 11 else 4) | follows, step=s) for s in range(1, 14)]
     assert steps(DeadGradient(), together(samples)) == told
@@ -601,7 +599,7 @@ def test_outputs_that_the_loss_has_no_use_for_are_no_dead_units(after: str, told
 
 @pytest.mark.parametrize(("gradient", "told"), [(0.0, [2, 3]), (1.0, [])])
 def test_a_weight_of_0_that_has_no_gradient_either_excuses_nobody(gradient: float, told: list[int]) -> None:
-    """A hidden layer of zeros before a ReLU: nothing passes it, and nothing will ever change it."""
+    """A hidden layer of zeros before a ReLU blocks all gradients, and will never change itself."""
     grads = layer(0.0, 0.0) | layer(gradient, 0.0, "1") | layer(0.0, 1.0, "2")
     parameters = {name: np.full(grad.shape, float(name != "1.weight")) for name, grad in grads.items()}
     samples = [sample_of(grads, step=s, parameters=parameters) for s in range(1, 4)]
@@ -610,8 +608,8 @@ def test_a_weight_of_0_that_has_no_gradient_either_excuses_nobody(gradient: floa
 
 @pytest.mark.parametrize(("rate", "told"), [(1e-9, [26, 27]), (9e-7, [26, 27]), (1e-5, [])])
 def test_a_learning_rate_that_changes_single_bits_only_is_next_to_nothing(rate: float, told: list[int]) -> None:
-    # Gradients of 1 beside weights of 1: an update is the rate's share of their norm at most, and of less than 1e-6 a
-    # single bit is seen.
+    # Gradients of 1 and weights of 1: the learning rate is the relative size of an update. Below 1e-6 an update changes
+    # single bits of float32 weights.
     large = rate if rate > 1e-6 else 0.0
     weights = [np.append(np.full(8, 1 + large * s), 1e-7 * s) for s in range(1, 28)]
     samples = [sample_of({"a": np.ones(9)}, step=s, parameters={"a": one}) for s, one in enumerate(weights, 1)]
@@ -622,7 +620,7 @@ def test_a_learning_rate_that_changes_single_bits_only_is_next_to_nothing(rate: 
 
 
 def test_a_schedule_that_ends_at_0_changes_nothing_in_its_last_steps_and_is_no_fault() -> None:
-    """A half cosine of 100,000 steps from 1e-3: for the last 195, 3 times the rate is below 1e-8 of the norm, 2.83."""
+    """A half cosine over 100,000 steps from 1e-3: in the last 195, 3 times the rate is below 1e-8 of the norm, 2.83."""
     left = np.arange(200, 0, -1)
     weights = [{"a": np.append(np.ones(8), 1e-7 * n)} for n in left]
     samples = [sample_of({"a": np.ones(9)}, step=100_000 - n, parameters=w) for n, w in zip(left, weights, strict=True)]
@@ -696,7 +694,7 @@ def test_a_loss_that_is_nan_under_a_scaler_is_no_matter_of_float16_alone() -> No
 
 @pytest.mark.parametrize(("growth", "level"), [(1.0, "WARN"), (1.06, "ERROR")])
 def test_a_steady_rise_is_an_error_once_it_moves_the_parameters(growth: float, level: str) -> None:
-    """At the edge of stability a full batch's norm rises a hundredfold within 20 steps, and falls again by itself."""
+    """At the edge of stability a full batch's norm rises a hundredfold within 20 steps, then falls without help."""
     samples = trained({21 + n: 1.4**n for n in range(14)}, {21 + n: growth for n in range(14)}, num=34)
     rising = [alert for alert in ExplodingGradient(record_factor=None).check(samples) if "step by step" in alert.text]
     assert {alert.level for alert in rising} == {level}
@@ -708,10 +706,10 @@ def test_a_steady_rise_is_an_error_once_it_moves_the_parameters(growth: float, l
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
-        ([0.2 + 0.01 * (n % 3) for n in range(40)] + [-0.2, -0.21, -0.3], [42, 43]),  # mirrored: it is maximised now
-        ([2.0 - 0.04 * n for n in range(80)], []),  # a likelihood on its way through 0
+        ([0.2 + 0.01 * (n % 3) for n in range(40)] + [-0.2, -0.21, -0.3], [42, 43]),  # sign flipped: it is maximised
+        ([2.0 - 0.04 * n for n in range(80)], []),  # a likelihood that passes through 0
         ([1.0 * 0.9**n - 0.2 for n in range(80)], []),
-        ([0.2 * (-1) ** n for n in range(80)], []),  # of a policy, say: it is on both sides
+        ([0.2 * (-1) ** n for n in range(80)], []),  # a loss of both signs, such as a policy loss
         ([0.2 + 0.01 * (n % 3) for n in range(40)] + [-0.2, 0.2, 0.2], []),
     ],
 )
@@ -726,7 +724,7 @@ def test_a_loss_that_turns_around_at_0_is_told_and_one_that_comes_down_to_it_is_
 
 
 def test_a_loss_that_had_fallen_far_may_not_rise_back_half_the_way() -> None:
-    # From 2 to 0.1 within 30 samples, then 40 between 0.1 and 0.12: 1.5 is far above all of late.
+    # From 2 to 0.1 within 30 samples, then 40 between 0.1 and 0.12: 1.5 is far above the latest losses.
     loss = [
         *np.linspace(2.0, 0.1, 30).tolist(),
         *[0.1 + 0.01 * (n % 3) for n in range(40)],
@@ -754,7 +752,7 @@ def test_a_first_gradient_far_beyond_the_parameters_is_no_learning_rates(ratio: 
     assert ("learning rate too high" in text) != is_alone
 
 
-@pytest.mark.parametrize(("names", "told"), [("0 1", 1), ("1 0", 0)])  # the last one may be the mean of the targets
+@pytest.mark.parametrize(("names", "told"), [("0 1", 1), ("1 0", 0)])  # the last bias may fit the mean of the targets
 def test_biases_far_from_0_close_their_units_or_gates(names: str, told: int) -> None:
     rng = np.random.default_rng(0)
     sizes = dict(zip(names.split(), (-40.0, 0.0), strict=True))
@@ -767,14 +765,14 @@ def test_biases_far_from_0_close_their_units_or_gates(names: str, told: int) -> 
     assert all("biases are far from 0: 0.bias 40" in alert.text for alert in alerts)
 
 
-# ---- what is certain is told sooner
+# ---- alerts come sooner if the evidence is certain
 
 
 @pytest.mark.parametrize(("fade", "told"), [(1e-3, [3, 4, 5]), (0.05, [])])
 def test_a_norm_that_falls_a_millionfold_over_the_depth_is_told_at_the_third_sample(
     fade: float, told: list[int]
 ) -> None:
-    # Over four layers, so by fade^3 of the last one's: 1e-9, and 1e-4, which takes ten samples.
+    # Over four layers the norm falls by fade^3: 1e-9 is certain at once, 1e-4 takes ten samples.
     samples = [sample_of({f"{n}.weight": [fade ** (3 - n)] for n in range(4)}, step=s) for s in range(1, 6)]
     assert steps(VanishingGradient(), together(samples)) == told
 
@@ -804,7 +802,7 @@ def test_a_loss_at_the_end_of_its_type_overflows_on_the_way_back(loss: float, wo
 def test_a_first_layer_without_a_bias_that_dies_alone_may_be_given_nothing(
     second: float, bias: int, is_data: bool
 ) -> None:
-    """A convolution before a batch norm, say. Of inputs of 0 a bias would have a gradient."""
+    """Like a convolution before a batch norm. With inputs of 0 a bias would still have a gradient."""
     calm = {
         "0.weight": [1.0] * 2,
         **({"0.bias": [1.0] * 2} if bias else {}),
@@ -812,7 +810,7 @@ def test_a_first_layer_without_a_bias_that_dies_alone_may_be_given_nothing(
         "2.weight": [1.0],
     }
     dead = {n: [second] * 2 if n == "1.weight" else [0.0] * 2 if n[0] == "0" else v for n, v in calm.items()}
-    # What follows has no bias, which would show that its inputs are 0: only ten samples in a row are no chance.
+    # The next layer has no bias that would prove its inputs to be 0: it takes ten samples in a row.
     samples = together([sample_of(dead if s > 20 else calm, step=s) for s in range(1, 31)])
     alert, *_ = DeadGradient().check(samples)
     assert (alert.step, "the data has changed" in alert.text) == (30, is_data)
