@@ -202,7 +202,7 @@ class UnchangedParameters(ShippedRule):
         )
         cause = (
             "not clear: either the optimizer's eps, so large that updates are almost 0, or something that undoes "
-            "them; the optimizer's settings, printed, tell them apart"
+            "them; the optimizer's settings tell them apart"
         )
         remedy = (
             "check eps (usually 1e-8), and other code that writes to the parameters, as an average that is copied back"
@@ -216,7 +216,7 @@ class UnchangedParameters(ShippedRule):
         )
         cause = (
             "not clear: either a learning rate of 0 in the group of these parameters, or something that undoes their "
-            "updates; the optimizer's param_groups, printed, tell them apart"
+            "updates; the learning rates in the optimizer's param_groups tell them apart"
         )
         remedy = (
             "check the learning rate of each group of the optimizer; call requires_grad_(False) on parameters that are "

@@ -19,7 +19,7 @@ _MIN_PAST: Final = 5  # least number of samples that define what is usual
 _RAISED, _USUAL = 30.0, 3.0  # multiples of a layer's usual norm: from the first it is raised, up to the second usual
 _MULTIPLIED: Final = 1.5  # least rise of an exploding recurrence / rise of the layers after it
 _OTHER_TERM: Final = (
-    "a term of the loss that acts there, with another weight or the wrong sign; each term of the loss, printed, tells "
+    "a term of the loss that acts there, with another weight or the wrong sign; the values of the loss's terms tell "
     "them apart"
 )
 _SATURATED: Final = ("Sigmoid", "Tanh", "Hardsigmoid", "Softsign", "LogSigmoid")
