@@ -183,6 +183,7 @@ class UnchangedParameters(ShippedRule):
         size_P, given_P = sample.rows[:, Column.NUM_ELEMENTS], sample.rows[:, Column.RECEIVED_SUM_SQ]
         norm_P, received_P = np.sqrt(update.after), rate * np.sqrt(np.minimum(given_P, size_P))
         visible_P = (received_P > _NOTHING * norm_P) & ~are_half_precision(sample.rows)
+        visible_P &= sample.rows[:, Column.PARAM_NUM_NONFINITE] == 0
         arrives_P = visible_P & (np.abs(norm_P - np.sqrt(update.before)) >= _LOST * received_P)
         if not visible_P.any() or arrives_P.any():
             self._arrived = sample.step
