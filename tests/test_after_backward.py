@@ -1,4 +1,4 @@
-"""What happens to gradients between the backward and the step is seen: NaN counted, judged, and told as what it is."""
+"""Gradients that change between the backward and the step are measured: NaN is counted, checked and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The alert manager: one alert per episode, at most so many an hour, and a broken rule harms nothing."""
+"""The alert manager: one alert per episode, a limited number per hour, and no harm from a rule that raises."""
 
 from __future__ import annotations
 

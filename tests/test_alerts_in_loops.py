@@ -1,4 +1,4 @@
-"""Alerts of real training loops: said when the sample arrives, and about the wiring within a step or two."""
+"""Alerts of real training loops come when their sample arrives; those about the wiring within a step or two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When to sample, when to take a histogram, when to flush; and what a budget makes of that."""
+"""When samples, histograms and flushes are due, and how a budget decides when samples are taken."""
 
 from __future__ import annotations
 

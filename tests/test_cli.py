@@ -1,4 +1,4 @@
-"""The command line: what it accepts, what it says, and with which status it ends."""
+"""The command line: arguments, output, errors and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping, and what only looks like it: another unit, noise, another gradient in the place of the first."""
+"""Clipping, and what must not be taken for clipping: a change of unit, rounding noise, a replaced gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schema: how rows merge, and where the histogram's bins lie."""
+"""The schema of rows: how columns merge, and the edges of the histogram's bins."""
 
 from __future__ import annotations
 

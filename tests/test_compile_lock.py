@@ -1,4 +1,4 @@
-"""One process compiles, and the others wait: until it is done or has ended, and never for long."""
+"""Only one process compiles. The others wait until it has compiled or ended, for a limited time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed keeps gradients in buffers of its own: a model that it trains is refused, before or after watch()."""
+"""DeepSpeed keeps gradients in its own buffers: watching a model that it trains is refused, before or after watch()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo tells its story, and everything that it says is in the run's own file."""
+"""The demo prints what its run's file contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real small trainings with one fault each: the fault is named first. Healthy ones: nothing is named."""
+"""Small real trainings: with one fault, the diagnosis names that fault first; without a fault it names none."""
 
 from __future__ import annotations
 

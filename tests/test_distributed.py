@@ -1,4 +1,4 @@
-"""Several ranks: averaged gradients under DDP, whole norms from shards, against one process in float64."""
+"""Several ranks under DDP, FSDP and tensor parallelism, compared with one process in float64."""
 
 from __future__ import annotations
 

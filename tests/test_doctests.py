@@ -1,4 +1,4 @@
-"""The examples in docstrings are run, and give what they show."""
+"""Run the examples in docstrings and compare their output."""
 
 from __future__ import annotations
 

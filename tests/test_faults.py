@@ -1,7 +1,7 @@
-"""What goes wrong around a training: the server, the disk, the clock, processes, and the user's own callbacks.
+"""Failures around a training: the server, the disk, the clock, processes, and the user's own callbacks.
 
-The law of all of them: training is never held up, W&B gets the user's rows as without us and each of ours once, and
-every kind of trouble is told once.
+In every test the training continues, W&B gets the user's rows unchanged and each row of the package once, and each kind
+of failure is reported once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.faults`, small: it counts what came through, and would count a row that is missing."""
+"""A small `python -m benchmarks.faults`: it counts the rows that arrived, and would count a missing row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first cause, where what follows from it is seen first: what decides between two, and where nothing does."""
+"""The first cause is named, not its consequences; if the evidence does not decide between two, both are."""
 
 from __future__ import annotations
 

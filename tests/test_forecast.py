@@ -1,4 +1,4 @@
-"""The forecast against numpy's own float16 and against the formats' definitions."""
+"""The forecast of underflow against numpy's float16 and the definitions of the formats."""
 
 from __future__ import annotations
 

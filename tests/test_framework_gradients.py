@@ -1,4 +1,4 @@
-"""Gradients that are sparse, not contiguous, or partly zero, in Lightning and in Ignite: numbers worked out by hand."""
+"""Sparse, non-contiguous and partly zero gradients in Lightning and Ignite, against numbers derived by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer and Accelerate on two ranks: the numbers of the whole batch, against float64; one decision."""
+"""Hugging Face Trainer and Accelerate on two ranks: statistics of the whole batch, and equal decisions on both."""
 
 from __future__ import annotations
 

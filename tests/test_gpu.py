@@ -1,6 +1,6 @@
-"""What only a GPU can show: the same numbers there, and a host that never waits. Skipped without one.
+"""Tests that need a GPU: correct statistics on it, and no wait of the host. Skipped without a GPU.
 
-Without one test_gpu_dry.py runs it on a pretended GPU (pretend_gpu.py), but for what is marked `real`.
+Without a GPU, test_gpu_dry.py runs this file on a simulated one (pretend_gpu.py), except tests marked `real`.
 """
 
 from __future__ import annotations

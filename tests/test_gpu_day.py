@@ -1,4 +1,4 @@
-"""The day on a GPU, without one: parts fail alone, results are there after each, and the page shows them."""
+"""The benchmarks of `make gpu`, without a GPU: a failed part stops no other, and each part's results are saved."""
 
 from __future__ import annotations
 

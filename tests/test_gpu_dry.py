@@ -1,4 +1,4 @@
-"""test_gpu.py without a GPU: on one that is pretended, with the kernels in Triton's interpreter."""
+"""Run test_gpu.py on a simulated GPU, with the kernels in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unhealthy steps that are not applied, and what a watcher leaves behind: recorder, notes, state."""
+"""The guard skips unhealthy updates; the flight recorder, notes and saved state of a watcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks decide alike: a poison that only one of them sees is withheld on all, and nothing else is."""
+"""Ranks decide alike: an update that is bad on one rank is skipped on all ranks, and no other is."""
 
 from __future__ import annotations
 

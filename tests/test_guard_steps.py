@@ -1,4 +1,4 @@
-"""Every step is guarded: on the device where the optimizer honours found_inf, and between two samples too."""
+"""The guard covers every step, also between samples: on the device where the optimizer supports found_inf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ignite: right metrics in time for every handler, and a bad batch that is never applied."""
+"""Ignite: metrics are correct and available to every handler, and the update of a bad batch is skipped."""
 
 from __future__ import annotations
 

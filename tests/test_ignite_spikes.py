@@ -1,4 +1,4 @@
-"""Ignite: a bad batch is judged before its update and never applied, on every rank alike."""
+"""Ignite: spikes are found before their update, which every rank skips."""
 
 from __future__ import annotations
 

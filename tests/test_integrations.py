@@ -1,4 +1,4 @@
-"""The integrations are optional: nothing imports a framework before it is asked for, and a missing one is named."""
+"""Integrations are optional: frameworks are imported only when used, and errors name a missing framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a signal handler of the user's raises reaches the training, wherever the signal has come."""
+"""An exception that the user's signal handler raises reaches the training, even if the monitor's code is running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What breaks after the last measured step is told when somebody asks, or at the end: silence is not health."""
+"""Faults after the last sampled step are reported when the watcher is queried, and at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The signals that come before the loss: each fault has one, the control has none, and the docs have the table."""
+"""Signals that precede a change of the loss: every fault has one, the control has none, and docs/ has the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop that drops gradients that are not finite, and goes on: the NaN is counted, as a step that was skipped."""
+"""A loop that discards gradients that are not finite: the NaN counts as a skipped step and is no error."""
 
 from __future__ import annotations
 

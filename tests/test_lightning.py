@@ -1,4 +1,4 @@
-"""Lightning: right numbers in every logger, under their own step, in every kind of training."""
+"""Lightning: correct statistics in every logger, under their own step, in all kinds of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning: what may go wrong, what a subclass may change, W&B, and both packages or one."""
+"""Lightning: failures, subclasses of the callback, the W&B logger, and both packages of Lightning."""
 
 from __future__ import annotations
 

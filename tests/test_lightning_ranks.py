@@ -1,4 +1,4 @@
-"""Lightning on two processes, DDP and FSDP2: the numbers of the whole batch, equal on both ranks, logged once."""
+"""Lightning on two processes, DDP and FSDP2: statistics of the whole batch, equal on both ranks, logged once."""
 
 from __future__ import annotations
 

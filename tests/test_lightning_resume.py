@@ -1,4 +1,4 @@
-"""Lightning: a training that is resumed from a checkpoint logs what the uninterrupted one would have logged."""
+"""Lightning: a training resumed from a checkpoint logs what the uninterrupted training logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""watcher.loss(value): the loss of each sample, of its own step, never read before the sample arrives."""
+"""watcher.loss(value): the loss of each sample's own step, read only when the sample arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way to train on every way to spread it: the whole's norms equal one process in float64."""
+"""Each way to train, on one process, under DDP and FSDP2: norms equal those of one process in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metric and Updates: any function of parameters, gradients and updates, and what happens to those that do not work."""
+"""Metric and Updates: functions of parameters, gradients and updates, including functions that fail."""
 
 from __future__ import annotations
 

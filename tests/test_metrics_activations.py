@@ -1,4 +1,4 @@
-"""Activations and what modules hand over: seen once, in training, at sampled steps, and the model stays a model."""
+"""Activations and log_tensor(): measured once per sampled training step, without side effects on the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The refined coordinate check: its terms against a direct float64 computation, and the law of the paper."""
+"""The refined coordinate check: its terms against a direct float64 computation, and the growth in the paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes on several ranks: what adds up over shards is that of the whole, what does not is left out, and said once."""
+"""Metrics on several ranks: sums over shards equal the whole; what cannot be merged is left out, with a warning."""
 
 from __future__ import annotations
 

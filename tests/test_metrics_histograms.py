@@ -1,4 +1,4 @@
-"""Histograms of activations: the fixed bins of gradients, at the same steps, one of each module on the host."""
+"""Histograms of activations: the same bins and steps as for gradients, and one histogram per module."""
 
 from __future__ import annotations
 

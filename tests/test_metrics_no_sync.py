@@ -1,4 +1,4 @@
-"""Nothing in the probes asks the device for a number: on a GPU the host would wait for it."""
+"""Metrics never read a value from the device, because on a GPU the host would wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NoiseScale: Gaussian gradients whose noise scale is known, an independent computation."""
+"""NoiseScale on Gaussian gradients whose noise scale is known, against an independent computation."""
 
 from __future__ import annotations
 

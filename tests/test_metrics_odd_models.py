@@ -1,4 +1,4 @@
-"""Models that do what models do in the wild: odd outputs, modules that move, forwards that fail, compiled blocks."""
+"""Metrics of unusual models: odd outputs, replaced modules, forwards that raise, compiled blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OptimizerState: against a computation of its own in float64, and the answers that are known in closed form."""
+"""OptimizerState against an independent float64 computation and closed forms."""
 
 from __future__ import annotations
 

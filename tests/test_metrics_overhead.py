@@ -1,4 +1,4 @@
-"""The monitor's share of the time holds what probes do in forwards: seen on a clock that only the test moves."""
+"""The measured overhead includes the time that metrics take in forwards, shown with a simulated clock."""
 
 from __future__ import annotations
 

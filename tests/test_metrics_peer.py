@@ -1,4 +1,4 @@
-"""The numbers of torch-module-monitor in the same run, and the cases that it gets wrong."""
+"""Compared with torch-module-monitor in the same run: equal statistics, and cases that that package gets wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks(): what each rank has of its own, against float64; a flipped bit and a slow rank are named, and no other."""
+"""Ranks(): statistics of each rank against float64; a flipped bit and a slow rank are attributed to the right rank."""
 
 from __future__ import annotations
 

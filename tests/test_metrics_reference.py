@@ -1,4 +1,4 @@
-"""Reference: distances to a frozen model, which neither learns nor disturbs."""
+"""Reference: distances to a frozen reference model, which is not trained and does not change the training."""
 
 from __future__ import annotations
 

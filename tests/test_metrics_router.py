@@ -1,4 +1,4 @@
-"""Router: loads, dead experts and entropies against counts by hand."""
+"""Router: loads, dead experts and entropies, against numbers counted by hand."""
 
 from __future__ import annotations
 

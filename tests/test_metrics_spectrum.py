@@ -1,4 +1,4 @@
-"""Spectrum: against numpy's singular values in float64."""
+"""Spectrum against numpy's singular values in float64."""
 
 from __future__ import annotations
 

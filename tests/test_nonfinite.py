@@ -1,4 +1,4 @@
-"""The first operation that makes a NaN or an Inf is named, with its module, direction and line; nothing is changed."""
+"""find_nonfinite() names the first operation that makes NaN or Inf, with its module and line, and changes nothing."""
 
 from __future__ import annotations
 

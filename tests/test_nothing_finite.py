@@ -1,4 +1,4 @@
-"""A gradient of which nothing finite is left has no norm, no ratio and no dead share: missing everywhere, never 0."""
+"""A gradient without finite elements has no norm, ratio or dead share: they are missing everywhere, never 0."""
 
 from __future__ import annotations
 

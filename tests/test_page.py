@@ -1,4 +1,4 @@
-"""The local page: what is read from a run's file, what is packed into the page, and that a run's texts stay texts."""
+"""The local page: reading a run's file, packing the data into the page, and escaping texts of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local page in a real browser: drawn, quiet, usable by pointer and keyboard, and deaf to what names contain."""
+"""The local page in a real browser: drawing, no errors, pointer and keyboard, and no execution of text in names."""
 
 from __future__ import annotations
 

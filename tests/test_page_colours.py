@@ -1,4 +1,4 @@
-"""The page's colours, as people see them who lack one kind of cone."""
+"""The page's colours, simulated for people with each kind of colour blindness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs side by side: where they part beyond their own scatter, whatever their lengths, cadences and layers."""
+"""Comparing two runs: where they differ by more than their own scatter, for any lengths, cadences and layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run that goes on: served to this machine alone, and only to who has the token."""
+"""The page of a live run is served on the loopback interface only, to requests with the token only."""
 
 from __future__ import annotations
 

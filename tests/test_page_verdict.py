@@ -1,4 +1,4 @@
-"""The page's one sentence about a run: what broke, when, why, and what came after."""
+"""The page's one-sentence verdict: the fault, its step, its cause, and its consequences."""
 
 from __future__ import annotations
 

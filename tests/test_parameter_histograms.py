@@ -1,4 +1,4 @@
-"""watch(log=...): histograms of parameters, as wandb.watch has them, of what each update has left."""
+"""watch(log=...): histograms of parameters after each update, like those of wandb.watch."""
 
 from __future__ import annotations
 

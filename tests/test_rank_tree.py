@@ -1,6 +1,6 @@
-"""Any number of ranks give the same sums and maxima, over few connections each, and none waits for ever.
+"""Merging over any number of ranks: equal results on all, few connections per rank, and no endless wait.
 
-Ranks are threads here, each with gloo groups of its own; `test_distributed.py` has processes.
+The ranks here are threads, each with its own gloo groups; `test_distributed.py` uses processes.
 """
 
 from __future__ import annotations

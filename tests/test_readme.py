@@ -1,4 +1,4 @@
-"""What the README and the pages in docs/ show as code runs as it stands there, and what they link to is there."""
+"""The code in the README and in docs/ runs as shown, and the targets of their links exist."""
 
 from __future__ import annotations
 

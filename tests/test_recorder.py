@@ -1,4 +1,4 @@
-"""The flight recorder: bounded, exact, whole or not there, and it names where it began."""
+"""The flight recorder: bounded, exact, written completely or not at all, and it names where NaN began."""
 
 from __future__ import annotations
 

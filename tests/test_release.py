@@ -1,4 +1,4 @@
-"""What a stranger meets first: the README's words, the tables, the API pages, the oldest versions."""
+"""What new users see first: the README, the tables, the API pages, and the oldest supported versions."""
 
 from __future__ import annotations
 

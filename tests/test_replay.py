@@ -1,4 +1,4 @@
-"""A step that the guard leaves out for NaN or Inf is run once more, and the alert names the operation that made it."""
+"""A step that the guard skips for NaN or Inf is run once more; the alert names the operation that made it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The W&B report and workspace: every key that they name is logged by a real run, and saving twice is saving once."""
+"""The W&B report and workspace: a real run logs every key that they use, and saving twice equals saving once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between samples the hooks are off and steps are only counted: every loop has the same steps and samples."""
+"""Between samples the hooks are off and steps are only counted; steps and samples are the same as without rests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing  # teaches the pickler tensors
+import torch.multiprocessing  # registers tensors with the pickler
 from gradients import Chosen, of, samples, step, watch
 
 from wandb_gradwatch._capture.clock import SampleClock
@@ -21,7 +21,7 @@ STEPS = 60
 
 
 class Sharpened(SGD):
-    """Steps twice inside of its own step, as SAM and Lookahead do."""
+    """Calls the inherited step() twice in its own step(), like SAM and Lookahead."""
 
     def __init__(self, parameters) -> None:
         super().__init__(parameters, lr=0.0)
@@ -84,7 +84,7 @@ def in_turn(model: Chosen) -> Iterator[None]:
 
 
 def in_turn_and_frozen_in_between(model: Chosen) -> Iterator[None]:
-    """A generator and its discriminator, which is frozen while the other trains: CycleGAN, pix2pix."""
+    """Like CycleGAN and pix2pix: the discriminator is frozen while the generator trains."""
     optimizers = {"a": SGD([model.a], lr=0.0), "b": SGD([model.b], lr=0.0)}
     for number in range(1, STEPS + 1):
         name = "ab"[number % 2]
@@ -95,7 +95,7 @@ def in_turn_and_frozen_in_between(model: Chosen) -> Iterator[None]:
 
 
 def five_and_then_one(model: Chosen) -> Iterator[None]:
-    """A critic's five updates, and then one of the other: each resets and computes gradients of its own alone."""
+    """Five updates of a critic per update of the other model; each resets and computes only its own gradients."""
     first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
     for number in range(1, STEPS + 1):
         name, optimizer = ("a", first) if number % 6 else ("b", second)
@@ -105,7 +105,7 @@ def five_and_then_one(model: Chosen) -> Iterator[None]:
 
 
 def now_and_then_together(model: Chosen) -> Iterator[None]:
-    """The second optimizer steps in every third iteration only, after the first."""
+    """The second optimizer steps only in every third iteration, after the first one."""
     first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
     for number in range(1, STEPS + 1):
         model.zero_grad()
@@ -117,7 +117,7 @@ def now_and_then_together(model: Chosen) -> Iterator[None]:
 
 
 def now_and_then_first(model: Chosen) -> Iterator[None]:
-    """The same, before the first."""
+    """The second optimizer steps only in every third iteration, before the first one."""
     first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
     for number in range(1, STEPS + 1):
         model.zero_grad()
@@ -128,7 +128,7 @@ def now_and_then_first(model: Chosen) -> Iterator[None]:
 
 
 def one_alone_and_then_both(model: Chosen) -> Iterator[None]:
-    """The second optimizer joins after half of the training: nothing is known of it when it does."""
+    """The second optimizer is created and first steps in the middle of the training."""
     first, second = SGD([model.a], lr=0.0), None
     for number in range(1, STEPS + 1):
         model.zero_grad()
@@ -203,7 +203,7 @@ def test_every_loop_has_the_same_steps_and_samples_with_rests(loop):
     all_of_them, none = watched(loop, 1)
     some, rests = watched(loop, 7)
     assert none == 0
-    assert (rests > STEPS / 4) is (loop is not in_backward)  # inside a backward hooks cannot be turned
+    assert (rests > STEPS / 4) is (loop is not in_backward)  # no rests while steps run inside the backward
     assert list(all_of_them.steps) == list(range(1, STEPS + 1))
     assert list(some.steps) == list(range(7, STEPS + 1, 7))
     at = slice(6, None, 7)
@@ -219,7 +219,7 @@ def test_hooks_are_off_in_a_rest_and_on_for_the_sample():
     for _ in range(30):
         step(model, optimizer, a=[1])
         num_hooks.append(len(model.a._backward_hooks or ()))
-    # Three steps do not show yet how steps make samples; the hooks are back when the step before a sample is done.
+    # The first three steps show which steps make a sample. Hooks are back after the step before a sample.
     assert num_hooks == [1] * 3 + [0] * 5 + [1] + ([0] * 9 + [1]) * 2 + [0]
     assert watcher.step == 30
     assert list(samples(watcher, sink).steps) == [10, 20, 30]
@@ -235,18 +235,18 @@ def test_hooks_that_rested_are_put_back_and_not_registered_anew(monkeypatch):
     watcher, sink = watch(model, sample_every=10)
     for number in range(1, 31):
         step(model, optimizer, a=[number], b=[1])
-    # Samples 10, 20 and 30, at which a's gradient is the number itself, and b's is 1; two hooks are the first ones.
+    # At the samples 10, 20 and 30 the gradient of a is the step number and that of b is 1.
     assert samples(watcher, sink).grad_norm.tolist() == [[10, 1], [20, 1], [30, 1]]
     assert len(registered) == 2
 
 
 def is_bare(parameter):
-    """As torch made it: the engine has nothing to visit."""
+    """Return whether the parameter has no hooks, and no empty holder of hooks that the autograd engine would visit."""
     return parameter._backward_hooks is None and parameter._post_accumulate_grad_hooks is None
 
 
 def test_in_a_rest_and_at_the_end_parameters_are_as_if_never_watched():
-    """An empty holder that torch keeps of a hook costs every parameter near a microsecond in each backward."""
+    """The empty holder that torch keeps after a hook is removed costs almost 1 us per parameter in each backward."""
     model = Chosen(a=1, b=1)
     optimizer = SGD(model.parameters(), lr=0.0)
     watcher, _ = watch(model, sample_every=10)
@@ -257,7 +257,7 @@ def test_in_a_rest_and_at_the_end_parameters_are_as_if_never_watched():
         assert [is_bare(model.a), is_bare(model.b)] == [is_resting] * 2
         rests += is_resting
     assert rests > 15
-    for _ in range(9):  # awake again, for the 40th
+    for _ in range(9):  # the hooks are back for sample 40
         step(model, optimizer, a=[1], b=[1])
     assert not is_bare(model.a)
     watcher.remove()
@@ -283,7 +283,7 @@ def test_tensor_hooks_of_others_work_on_through_rests_and_after_the_end():
 
 
 def test_what_torch_visits_is_left_there_where_several_threads_train():
-    """The engine may be going through one parameter's hooks in another thread: without its holder it would crash."""
+    """The engine may visit a parameter's hooks in another thread: it would crash if the holder were removed."""
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.0)
     watcher, _ = watch(model, sample_every=10)
@@ -300,7 +300,7 @@ def test_what_torch_visits_is_left_there_where_several_threads_train():
 
 
 def test_gradients_that_are_only_asked_for_are_no_backward():
-    """torch calls tensor hooks in autograd.grad() too, in which nothing is accumulated."""
+    """torch also calls tensor hooks in autograd.grad(), which accumulates no gradients."""
     model = Chosen(a=1, b=1)
     optimizer = SGD(model.parameters(), lr=0.0)
     watcher, sink = watch(model)
@@ -320,7 +320,7 @@ def test_a_hooked_parameter_is_sent_to_another_process_without_a_warning(recwarn
     model = Chosen(a=1)
     watch(model)
     assert model.a._backward_hooks
-    ForkingPickler.dumps(model.a.detach().requires_grad_())  # what has no hooks, for the comparison
+    ForkingPickler.dumps(model.a.detach().requires_grad_())  # without hooks, as the control
     ForkingPickler.dumps(model.a)
     assert not [str(one.message) for one in recwarn if "hook" in str(one.message)]
 
@@ -341,7 +341,7 @@ def test_parameter_groups_that_are_taken_away_in_a_rest_stop_nothing():
 
 
 def test_gradients_made_in_inference_mode_are_none_of_a_rest_s_business():
-    """torch counts no versions of them: looking at one raises, in a rest outside the error boundary."""
+    """Such gradients have no version counter: reading it raises, and during a rest outside the error boundary."""
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.0)
     watcher, sink = watch(model, sample_every=10)
@@ -361,7 +361,7 @@ def test_an_exception_in_a_rest_is_reported_once_and_training_goes_on(place, mon
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=1.0)
     watcher, sink = watch(model, sample_every=10)
-    for _ in range(45):  # the samples of steps 10 to 40 were alike: it rests until 50
+    for _ in range(45):  # samples 10 to 40 were alike: the hooks rest until 50
         step(model, optimizer, a=[1])
 
     def broken(*_):
@@ -382,9 +382,9 @@ def test_a_step_that_raised_hides_no_other_optimizer_for_good():
 
     first, second = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.0), SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0)
     rest = Rest(SampleClock(), {1: first}, makers=[1], leaders=[1], wakes_at=1000)
-    assert rest.begins(first)  # and raises: its end never comes
+    assert rest.begins(first)  # the step raises, so ends() is never called
     passed = [rest.begins(second) for _ in range(200)]
-    assert passed[0]  # may be nested in it
+    assert passed[0]  # the second step may be nested in the first one
     assert not passed[-1]
 
 

@@ -1,8 +1,8 @@
-"""A training that is killed and resumed from a checkpoint says what one that ran through says, in every framework.
+"""A training that is killed and resumed from a checkpoint reports what an uninterrupted one reports, in each framework.
 
-The same law for each: batches 13 and 15 are bad, both in one episode; the training is killed after step 14, in the
-middle of an epoch, of a row and of the episode. What is usual, which alert is open and the row so far are known from
-the checkpoint only, so the resumed training is right only if it has all of them.
+In each test batches 13 and 15 are bad, and belong to one episode. The training is killed after step 14, inside an
+epoch, a window and the episode. The usual norms, the open alert and the window's samples are in the checkpoint only, so
+the resumed training reports the same only if it restores all of them.
 """
 
 from __future__ import annotations

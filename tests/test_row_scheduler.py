@@ -1,4 +1,4 @@
-"""No row of ours is lost and no row of the user is lost, moved or changed: the rule, against a model of W&B's."""
+"""No row of the package is lost, and no row of the user is lost, moved or changed, against a model of W&B's rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a script or a run ends, what waits is logged first. The endings that need a process of their own get one."""
+"""Queued rows are logged before a script or a run ends, however it ends. Some endings run in their own process."""
 
 from __future__ import annotations
 

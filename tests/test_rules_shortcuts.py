@@ -1,4 +1,4 @@
-"""Rules look closely only at what is unusual: a look at everything finds the same."""
+"""Rules skip a closer look at unremarkable samples: their alerts equal those of looking closely at all samples."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAYERS, STEPS, FAULT = 8, 180, 60
 NAMES = tuple(f"layers.{number}.{part}" for number in range(LAYERS) for part in ("weight", "bias"))
 SIZE_P = np.array([4096.0, 64.0] * LAYERS)
 
-Change = Callable[[np.ndarray, dict[str, np.ndarray]], None]  # of rows [S, P, C] from the fault on, and of all metrics
+Change = Callable[[np.ndarray, dict[str, np.ndarray]], None]  # changes rows [S, P, C] from the fault on, and metrics
 
 
 def training(change: Change) -> Snapshot:
-    """Layers of norms that scatter by a tenth, every step another, whose parameters grow slowly; then a fault."""
+    """Return samples of layers with norms that scatter by a tenth and slowly growing parameters, then with a fault."""
     chance = np.random.default_rng(0)
     norm_SP = np.exp(np.linspace(-3, -2, len(NAMES)) + chance.normal(0, 0.1, (STEPS, len(NAMES))))
     rows = np.zeros((STEPS, len(NAMES), NUM_COLUMNS))
@@ -42,7 +42,7 @@ def training(change: Change) -> Snapshot:
 
 
 def times(factor: np.ndarray | float, which: slice = slice(None)) -> Change:
-    """The norms of these parameters are multiplied, from the fault on."""
+    """Multiply the norms of these parameters, from the fault on."""
 
     def change(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
         for column, power in ((Column.GRAD_SUM_SQ, 2), (Column.RECEIVED_SUM_SQ, 2), (Column.GRAD_MAX, 1)):
@@ -52,7 +52,7 @@ def times(factor: np.ndarray | float, which: slice = slice(None)) -> Change:
 
 
 def put(column: Column, values: np.ndarray | float, which: slice = slice(None), since: int = 0) -> Change:
-    """A column of these parameters has these values, from the fault on."""
+    """Set a column of these parameters, from the fault on."""
 
     def change(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
         rows[since:, which, column] = values
@@ -86,7 +86,7 @@ def decays(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
 
 
 def decays_slowly(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
-    # Half at once, then 1 % per step, which is 2 % of the squares: less than a closer look takes, and after 92 steps
+    # The norm halves at once, then shrinks by 1 % per step: too little to trigger a closer look. After 92 steps
     # 0.5 * 0.99^92 = 0.198 is left.
     rows[..., Column.PARAM_SUM_SQ] *= 0.25 * 0.99 ** (2 * np.arange(len(rows)))[:, None]
 
@@ -145,7 +145,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
 
 
 def told(samples: Snapshot) -> list[tuple[int, str, str]]:
-    """Every finding about samples that come one by one: step, title, level."""
+    """Return the step, title and level of every alert, checking one sample at a time."""
     found = []
     for rule in default_rules():
         for sample in range(len(samples)):
@@ -157,7 +157,7 @@ def told(samples: Snapshot) -> list[tuple[int, str, str]]:
 def test_a_frozen_parameter_that_nothing_is_known_of_changes_no_verdict(fault):
     change, title = FAULTS[fault]
     complete = training(change)
-    # Where a gradient is missing no rule may take the short way that is for samples of which everything is there.
+    # With a missing gradient no rule may use the shortcut for complete samples.
     nothing = np.full((STEPS, 1, NUM_COLUMNS), np.nan)
     incomplete = replace(
         complete,
@@ -178,7 +178,7 @@ def test_a_rule_that_is_not_called_has_nothing_to_say(fault):
     for sample in range(len(samples)):
         manager.process(samples.sample(sample))
         found += [(alert.step, alert.title, alert.level) for alert in manager.last_findings]
-    # The manager has them by sample, `told` by rule.
+    # The alert manager orders alerts by sample, `told` by rule.
     assert sorted(found) == sorted(told(samples))
 
 
@@ -201,7 +201,7 @@ def test_a_saved_rule_has_what_it_has_not_looked_at_closely():
         for sample in range(len(samples)):
             expected += [alert.text for alert in whole.check(samples.sample(sample))]
             found += [alert.text for alert in parts.check(samples.sample(sample))]
-            if sample % 7 == 3:  # within the samples in which nothing has to be worked out
+            if sample % 7 == 3:  # at samples without a closer look
                 resumed = type(parts)()
                 resumed.load_state_dict(json.loads(json.dumps(parts.state_dict())))
                 parts = resumed

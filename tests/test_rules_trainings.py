@@ -1,4 +1,4 @@
-"""The default rules on real trainings: silent on healthy ones, loud on broken ones."""
+"""The default rules on real trainings: no alerts for healthy trainings, alerts for faulty ones."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def alerts_of(samples: Snapshot) -> list[tuple[str, int]]:
 def test_a_healthy_training_raises_nothing(healthy, num_steps):
     training: Training = healthy(seed=0)
     samples = training.run(num_steps)
-    assert sum(training.losses[-10:]) < 0.6 * sum(training.losses[:10])  # it did learn, or it would prove nothing
+    assert sum(training.losses[-10:]) < 0.6 * sum(training.losses[:10])  # it learns, so its silence means something
     assert alerts_of(samples) == []
 
 
 def warmed_up(training: Training) -> Snapshot:
-    """With a learning rate that rises for 30 steps from 0."""
+    """Run the training with a learning rate that rises from 0 for 30 steps."""
     return training.run(100, scheduler=LambdaLR(training.optimizer, lambda step: min(step / 30, 1.0)))
 
 
 def test_false_alarms_on_many_real_trainings_are_as_rare_as_is_promised():
     runs = [trainings.mlp(seed).run(200) for seed in range(10)] + [trainings.lora(seed).run(200) for seed in range(5)]
     runs += [warmed_up(trainings.lora(seed)) for seed in range(10)] + [warmed_up(trainings.char_transformer(0))]
-    # 0.05 per healthy run: of 26 runs one may have one.
+    # At most 0.05 false alarms per healthy run: 1 in 26 runs.
     assert sum(len(alerts_of(run)) for run in runs) <= 1
 
 

@@ -1,4 +1,4 @@
-"""What a person is told, and where: alerts on standard error, the line at the end, what is said once."""
+"""Messages to the user: alerts on standard error, the line at the end, and messages that are logged once."""
 
 from __future__ import annotations
 

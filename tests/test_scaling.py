@@ -1,4 +1,4 @@
-"""Loss scaling and clipping: true numbers before and after, with no help from the user."""
+"""Loss scaling and clipping: true norms before and after, without any setting by the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last group of micro-batches may be a shorter one: its update has its norm before clipping like any other."""
+"""If the last group of micro-batches is shorter, its update has a norm before clipping like any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console: one line per snapshot, alerts in full, nothing that is missing."""
+"""The console sink: one line per snapshot, whole alerts, and no missing values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a window says in the W&B history: every number by its definition, and nothing that is missing."""
+"""The W&B history row of a window: each value by its definition, and no missing values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a distribution: right to a bin, never collapsed by outliers, comparable from one row to the next."""
+"""Histograms for W&B: accurate to a bin, not collapsed by outliers, and comparable from row to row."""
 
 from __future__ import annotations
 

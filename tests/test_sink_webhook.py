@@ -1,4 +1,4 @@
-"""The webhook: alerts arrive, training never waits, the URL stays a secret."""
+"""The webhook: alerts arrive, training does not wait, and the URL is not revealed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a snapshot derives from its rows: closed forms, grouping, merging, quantiles, and what is missing."""
+"""Values that a snapshot derives from its rows: closed forms, grouping, merging, quantiles, and missing values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAN, INF = math.nan, math.inf
 
 
 def sample(step: int = 1, histogram: bool = True, **gradients: list[float] | None) -> Snapshot:
-    """A snapshot of one sample; None: no gradient arrived. Underscores in names become dots."""
+    """Return a snapshot of one sample; None: a missing gradient. Underscores in names become dots."""
     rows = [MISSING_C if values is None else expected_row(values) for values in gradients.values()]
     histograms = [expected_histogram(values or []) for values in gradients.values()]
     return Snapshot(
@@ -103,7 +103,7 @@ def test_parameter_norm_and_its_ratio() -> None:
     rows[0, :, Column.PARAM_SUM_SQ] = [4.0, 0.0, NAN]
     snapshot = replace(snapshot, rows=rows)
     np.testing.assert_array_equal(snapshot.param_norm, [[2.0, 0.0, NAN]])
-    # a parameter of zeros has no ratio, and one that was not read has none either
+    # a parameter of zeros has no ratio, nor has one whose norm was not measured
     np.testing.assert_array_equal(snapshot.grad_param_ratio, [[2.5, NAN, NAN]])
 
 
@@ -113,7 +113,7 @@ def test_parameter_norm_and_its_ratio() -> None:
         ([3e150, 4e150], 5e150),
         ([3e-140, 4e-140], 5e-140),
         ([1e200, -1e200], INF),  # 1e400 is beyond float64
-        ([3e-150, 4e-150], NAN),  # 9e-300 has all digits, but the square of an element beside it may have lost some
+        ([3e-150, 4e-150], NAN),  # 9e-300 is exact, but squares of smaller elements may be subnormal
         ([1e-200, 1e-200], NAN),
         ([0.0, 0.0], 0.0),
     ],
@@ -131,7 +131,7 @@ def test_a_norm_whose_squares_float64_cannot_hold_is_no_wrong_number(gradient, n
     assert snapshot.total_grad_norm[0] == pytest.approx(INF if norm == INF else max(np.nan_to_num(norm), 1.0))
     if not 0 <= norm < INF:
         assert snapshot.grad_std[0, 0] in (INF,) or math.isnan(snapshot.grad_std[0, 0])
-    if norm == INF:  # not 0, as inf / inf or a number by an infinite one would be
+    if norm == INF:  # NaN or 0 if it were computed by division
         assert math.isnan(snapshot.grad_param_ratio[0, 0])
 
 
@@ -147,8 +147,8 @@ def test_clipping_is_seen_sample_by_sample_and_rounding_is_not_clipping() -> Non
     rows = snapshot.rows.copy()
     received = rows[..., Column.RECEIVED_SUM_SQ]
     received[0] *= 1 / 25  # to a norm of 1
-    received[1] *= (1 - 2e-7) ** 2  # what clip_grad_norm_ does to a norm that equals its limit
-    received[2, 1] *= 0.5  # one of two parameters by value
+    received[1] *= (1 - 2e-7) ** 2  # the effect of clip_grad_norm_ on a norm equal to its limit
+    received[2, 1] *= 0.5  # one of two parameters is clipped by value
     received[3] = NAN
     snapshot = replace(snapshot, rows=rows)
     np.testing.assert_array_equal(snapshot.clipped, [1, 0, 1, NAN])

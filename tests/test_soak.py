@@ -1,6 +1,6 @@
-"""A long run costs no more at its end than at its start: memory, objects, handles and threads stay flat.
+"""The cost of a long run does not grow: memory, objects, handles and threads stay constant.
 
-`python -m benchmarks.soak` is the same over a million steps.
+`python -m benchmarks.soak` runs the same for a million steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every backend against plain Python and against the reference: any dtype, layout, size and value; merging is exact."""
+"""Every backend against plain Python and the reference, for all dtypes, layouts, sizes and values; merging is exact."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from wandb_gradwatch._measure.measure import measure, measure_received, resolve_
 from wandb_gradwatch._measure.tiling import LINE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# Sums of up to SEGMENT float32 squares are added up in float32: at most half a unit in the last place per addition in
-# each of at least 8 lanes, 512 / 8 * 2**-24 = 4e-6.
+# Up to SEGMENT = 512 float32 squares are summed in float32, in at least 8 lanes: each addition has a relative error
+# of at most 2**-24, and 512 / 8 * 2**-24 = 4e-6.
 TOLERANCE = 4e-6
 
 SPECIAL = [
@@ -85,7 +85,7 @@ def test_merged_rows_are_the_row_of_the_whole(
         np.testing.assert_array_equal(parts.histogram.sum(0), whole.histogram[0])
 
 
-# ---- against the reference, at the sizes where a backend changes its way
+# ---- against the reference, at sizes where a backend switches its method
 
 
 def gradients_of(size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -113,7 +113,7 @@ CASES: list[tuple[tuple[int, ...], list[torch.dtype], float, float | None]] = [
 ]
 
 
-@functools.lru_cache(maxsize=1)  # the same for every backend, and takes longer than they do
+@functools.lru_cache(maxsize=1)  # shared by all backends, because it is slower than they are
 def referred(case: int) -> tuple[list[torch.Tensor], dict[str, Any], Measurement]:
     sizes, dtypes, threshold, scale = CASES[case]
     gradients = [g for size in sizes for dtype in dtypes for g in gradients_of(size, dtype)]
@@ -145,7 +145,7 @@ def test_every_size_dtype_threshold_and_scale_equals_the_reference(case: int, na
 
 
 def test_a_scaled_gradient_is_measured_in_true_units(backend: str) -> None:
-    # 65536 * {3, -4, 0}: sum -1, squares 25, and |-4| <= 4 is dead in true units only.
+    # 65536 * {3, -4, 0}: unscaled sum -1, squares 25; |-4| <= 4 is dead only if unscaled.
     scaled = torch.tensor([3.0, -4.0, 0.0]) * 65536
     measured = measure(
         [scaled],
@@ -174,7 +174,7 @@ def test_scaling_a_row_is_what_scale_power_says(backend: str) -> None:
             assert scaled[column] == plain[column] * 0.25 ** SCALE_POWER.get(column, 0), column.name
 
 
-# ---- what a backend must leave alone
+# ---- side effects that a backend must not have
 
 
 @pytest.mark.parametrize("name", [name for name in FAST_BACKENDS if name != "torch"])
@@ -254,11 +254,11 @@ def test_elements_are_contiguous_and_complete_whatever_the_strides(
     assert num_implicit_zeros == 0
 
 
-# ---- the door
+# ---- the selection of a backend
 
 
 class Wrapper(torch.Tensor):
-    """A tensor without memory of its own, as a float8 weight of FSDP2: operations read the one that it wraps."""
+    """A tensor without its own memory, like a float8 weight of FSDP2: operations read the tensor that it wraps."""
 
     @staticmethod
     def __new__(cls, wrapped: torch.Tensor) -> Wrapper:
@@ -292,7 +292,7 @@ def test_a_tensor_without_memory_of_its_own_is_measured_by_what_it_wraps(backend
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that are more than another look at the same memory."""
+    """Count operations, except views."""
 
     count = 0
 
@@ -306,13 +306,13 @@ class Launches(TorchDispatchMode):
 def test_a_page_of_plain_torch_is_few_launches(
     options: dict[str, bool], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The difference of two lists that differ by a page, with the copy that puts the page together."""
+    """The additional operations for one more page of tensors, including the copy that assembles the page."""
     monkeypatch.setattr(tiling, "PAGE_LINES", 4)
 
     def launches(num_pages: int) -> int:
         gradients = [torch.ones(2 * LINE) for _ in range(2 * num_pages)]
         parameters = gradients if options.get("parameters") else None
-        for _ in range(2):  # index tables are made once
+        for _ in range(2):  # the first call makes index tables
             with torch.no_grad(), Launches() as counted:
                 measure(gradients, parameters, histogram=options.get("histogram", False), backend="torch")
         return counted.count

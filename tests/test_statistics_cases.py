@@ -1,4 +1,4 @@
-"""Numbers with known answers, on every backend."""
+"""Statistics with known answers, on every backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def snapshot_of(
     backend: str, *gradients: torch.Tensor, parameters: list[torch.Tensor] | None = None, **kwargs: float
 ) -> Snapshot:
-    """One sample of these gradients, named "0", "1", ..."""
+    """Return a snapshot with one sample of these gradients, named "0", "1", ..."""
     measured = measure(gradients, parameters, histogram=True, backend=backend, **kwargs)
     assert measured.histogram is not None
     return Snapshot(

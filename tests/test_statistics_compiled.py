@@ -1,4 +1,4 @@
-"""The compiled CPU backend: what its loops must survive, and that nobody waits for them or depends on them."""
+"""The compiled CPU backend: correct results, threads, compilation in the background, and fallbacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_numba = pytest.mark.skipif(not cpu_compiled.is_installed(), reason="numba 
 
 
 def ready(loops: Any) -> Compilation[Any]:
-    """A compilation that is done."""
+    """Return a compilation that has finished."""
     compilation: Compilation[Any] = Compilation(lambda: loops, cpu_compiled._say_failure)
     compilation.wait()
     return compilation
@@ -40,24 +40,24 @@ def ready(loops: Any) -> Compilation[Any]:
 
 @pytest.fixture
 def replace_loops(monkeypatch: pytest.MonkeyPatch) -> Callable[[Compilation[Any]], None]:
-    """`replace_loops(compilation)`: what the backend compiles, in this test."""
+    """Return `replace_loops(compilation)`, which sets the backend's compilation during the test."""
     monkeypatch.setattr(cpu_compiled, "is_installed", lambda: True)
     return lambda compilation: monkeypatch.setattr(cpu_compiled, "LOOPS", compilation)
 
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """What a compilation waits for; opened at the latest when the test ends."""
+    """An event for compilations to wait for; it is set when the test ends, if not earlier."""
     event = threading.Event()
     yield event
     event.set()
 
 
-# ---- what is measured
+# ---- measured values
 
 
 def assert_equals_reference(tensors: list[torch.Tensor]) -> None:
-    """Counts and histograms exact, extremes exact, sums to float64's rounding."""
+    """Compare counts, histograms and extremes exactly, and sums to float64 rounding."""
     kwargs: Any = {"dead_threshold": 0.25, "histogram": True}
     expected = measure(tensors, tensors, **kwargs, backend="reference")
     measured = measure(tensors, tensors, **kwargs, backend="compiled")
@@ -105,9 +105,9 @@ def test_every_number_of_sixteen_bits_is_read_right(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        torch.full((2**18,), 2.0),  # as pairs, twice what a counter of 16 bits holds
-        torch.linspace(-126, 100, 2**14).exp2(),  # blocks below, in and above the window that the first one chose
-        torch.linspace(0, 226, 2**14).remainder(64).neg().exp2(),  # blocks wider than any window
+        torch.full((2**18,), 2.0),  # counted in pairs: twice the maximum of a 16-bit counter
+        torch.linspace(-126, 100, 2**14).exp2(),  # blocks below, in and above the first block's range of bins
+        torch.linspace(0, 226, 2**14).remainder(64).neg().exp2(),  # blocks with more bins than any range
     ],
 )
 def test_pairs_of_codes_are_counted_where_counters_and_window_do_not_suffice(values: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ def base() -> torch.Tensor:
     "make",
     [
         lambda: base()[::2],
-        lambda: base()[5:],  # at an address that no vector is aligned to
+        lambda: base()[5:],  # not aligned to vectors
         lambda: torch.frombuffer(bytearray(base().numpy().tobytes()) + b"...", dtype=torch.float32, count=24),
         lambda: torch.frombuffer(bytearray(b"." + base().numpy().tobytes()), dtype=torch.float32, count=24, offset=1),
         lambda: base().view(6, 4).t(),
@@ -136,7 +136,7 @@ def base() -> torch.Tensor:
         lambda: torch.tensor(-0.5, dtype=torch.float16),
         lambda: torch.nn.Parameter(base()),
         lambda: torch.complex(base(), base()),
-        lambda: torch.complex(base(), base()).conj().imag,  # its memory holds the negatives
+        lambda: torch.complex(base(), base()).conj().imag,  # a negative view: the memory has the opposite sign
         lambda: torch.arange(24) - 12,
         lambda: base().to(torch.float8_e4m3fn),
         lambda: base().view(6, 4).relu().to_sparse(),
@@ -160,7 +160,7 @@ def test_a_tensor_without_memory_is_an_error_and_no_crash() -> None:
 
 @needs_numba
 def test_a_tensor_that_is_no_memory_is_not_read_from_memory() -> None:
-    class Doubled(torch.Tensor):  # what it says it holds is not what lies at its address
+    class Doubled(torch.Tensor):  # its values are not those in its memory
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             plain = [a.as_subclass(torch.Tensor) if isinstance(a, Doubled) else a for a in args]
@@ -199,12 +199,12 @@ def test_threads_that_measure_at_once_do_not_disturb_each_other() -> None:
             assert list(pool.map(rows, lists)) == alone
 
 
-# ---- where threads share the work
+# ---- threads
 
 
 @pytest.fixture
 def num_threads() -> Iterator[Callable[[int], None]]:
-    """`num_threads(n)`: of torch, in this test."""
+    """Return `num_threads(n)`, which sets torch's number of threads during the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -212,7 +212,7 @@ def num_threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture
 def shares_from_one(monkeypatch: pytest.MonkeyPatch) -> int:
-    """However little there is to read is shared, in pieces of this many elements, which no block divides."""
+    """Share even small work between threads, in pieces of this many elements, which no block size divides."""
     monkeypatch.setattr(cpu_compiled, "_SHARED_FROM", 1)
     monkeypatch.setattr(cpu_compiled, "_PIECE", 2500)
     monkeypatch.setattr(cpu, "_SHARED_FROM", 1)
@@ -228,7 +228,7 @@ def test_what_is_cut_into_pieces_equals_the_reference(shares_from_one: int) -> N
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             values = torch.randn(size, generator=generator)
             spoilt = values.clone()
-            spoilt[:piece] = torch.nan  # a piece with nothing to be merged
+            spoilt[:piece] = torch.nan  # a piece without finite elements
             spoilt[-1:] = torch.inf
             tensors += [values.to(dtype), spoilt.to(dtype), values.relu().to(dtype)]
     assert_equals_reference(tensors)
@@ -268,7 +268,7 @@ def test_every_bit_is_the_same_with_any_number_of_threads(
 
 def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end, done = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr("wandb_gradwatch._measure.thread_pool._give_way", may_end.set)  # only a caller who waits does
+    monkeypatch.setattr("wandb_gradwatch._measure.thread_pool._give_way", may_end.set)  # called by waiting callers
 
     def read(piece: int) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -287,7 +287,7 @@ def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken(monkeypatch
 def test_an_interrupt_before_anything_was_taken_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, shares_from_one: int, num_threads: Callable[[int], None]
 ) -> None:
-    num_threads(1)  # nobody else would do it
+    num_threads(1)  # no other thread takes pieces
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -303,7 +303,7 @@ def test_helpers_take_part_and_every_piece_is_read_once_and_before_it_returns() 
     def read(piece: int) -> None:
         if threading.current_thread() is not threading.main_thread():
             helped.set()
-        assert helped.wait(60)  # the caller reads one piece until somebody else has begun
+        assert helped.wait(60)  # the caller waits in its first piece until a helper has begun
         done.append(piece)
 
     ThreadPool().each(range(100), read, 3)
@@ -343,7 +343,7 @@ def test_helpers_are_as_many_as_were_asked_for_and_wait_for_more_work() -> None:
     assert threading.active_count() == before + 2
 
 
-# ---- until the loops are there
+# ---- until the loops are compiled
 
 
 def test_training_does_not_wait_for_the_loops_and_nothing_changes_when_they_come(
@@ -452,17 +452,17 @@ def test_loops_are_compiled_where_nothing_can_be_kept_on_disk(monkeypatch: pytes
         asked.append(cache)
         import numba
 
-        numba.njit(numba.int64(numba.int64), cache=cache)(lambda x: x)  # what numba refuses, it refuses here
+        numba.njit(numba.int64(numba.int64), cache=cache)(lambda x: x)  # raises what numba raises
         return "loops"
 
-    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])  # no folder may be written to
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])  # as if no folder were writable
     monkeypatch.setattr(cpu_loops, "compile_loops", fewer)
     monkeypatch.setattr(cpu_compiled, "_check", lambda loops: None)
     assert cpu_compiled._compile() == "loops"
     assert asked == [True, False]
 
 
-# ---- where there are no loops
+# ---- without compiled loops
 
 
 def test_without_numba_auto_is_torch_and_numpy_and_says_nothing(
@@ -533,10 +533,10 @@ def test_a_backend_for_the_cpu_says_so_elsewhere() -> None:
 
 def test_a_helper_that_wakes_late_keeps_nothing_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, piece, read = ThreadPool(), np.zeros(1), []
-    monkeypatch.setattr(pool, "_ready", lambda wanted: 1)  # there is one, and it has not woken yet
+    monkeypatch.setattr(pool, "_ready", lambda wanted: 1)  # one helper exists, but it has not woken up yet
     kept = weakref.ref(piece)
     pool.each([piece], lambda one: read.append(one.size), num_threads=2)
     del piece
     assert kept() is None
-    pool._waiting.get()()  # it wakes
+    pool._waiting.get()()  # the helper wakes up
     assert read == [1]

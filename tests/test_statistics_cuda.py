@@ -1,4 +1,4 @@
-"""The CUDA backend: its kernels (kernel_suite.py, in a process of its own), its table of addresses, its door."""
+"""The CUDA backend: its kernels (kernel_suite.py, in a separate process), its address table, and its selection."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_the_kernels_equal_the_reference() -> None:
 
 
 def test_every_fault_that_can_be_planted_has_its_place() -> None:
-    """Otherwise mutate_kernel.py, which is run by hand, could plant nothing after a change."""
+    """mutate_kernel.py runs by hand only: without this test its faults could silently stop matching the code."""
     folder = Path(door.__file__).parent
     places = {fault: (folder / fault.file).read_text().count(fault.right) for fault in FAULTS}
     assert [fault.name for fault, number in places.items() if number != fault.occurrences] == []
 
 
-# ---- the table of addresses
+# ---- the address table
 
 
 def test_a_table_is_uploaded_only_when_an_address_changed() -> None:
@@ -69,7 +69,7 @@ def test_a_slot_in_flight_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("wandb_gradwatch._measure.cuda_plan.Slot", FakeSlot)
     table = AddressTable(1, torch.device("cpu"))
-    for address in range(3):  # a host that runs ahead of the device
+    for address in range(3):  # the host runs ahead of the device
         table._upload(torch.tensor([address]))
     assert len(FakeSlot.made) == 3
     FakeSlot.made[0].in_flight = False
@@ -85,7 +85,7 @@ def test_a_slot_in_flight_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -
 def test_an_event_is_asked_while_captures_of_other_threads_forbid_this_one_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    modes, asked_in = [0], []  # the driver's mode of this thread: global
+    modes, asked_in = [0], []  # the thread's capture mode in the driver: 0 is global
 
     def exchange(reference: Any) -> int:
         mode = reference._obj
@@ -109,10 +109,10 @@ def test_an_event_is_asked_while_captures_of_other_threads_forbid_this_one_nothi
         with pytest.raises(RuntimeError, match="device is lost"):
             ask()
         assert modes == [0]
-    assert asked_in == [2, 2]  # relaxed
+    assert asked_in == [2, 2]  # 2 is relaxed
 
 
-# ---- the door
+# ---- the selection of a backend
 
 
 def test_the_cuda_backend_refuses_other_devices_by_name() -> None:

@@ -1,4 +1,4 @@
-"""The summary of a history: the worst layers stand first, missing is said as missing, and names are only names."""
+"""The summary of a history: worst layers first, missing values marked as missing, and names printed safely."""
 
 from __future__ import annotations
 

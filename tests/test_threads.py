@@ -1,4 +1,4 @@
-"""Several trainings in one process, each in its own thread, and forked children: none meets another's tensors."""
+"""Several trainings in one process, each in its own thread, and forked children: none touches another's tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device time by events that are asked and never waited for."""
+"""Device time is measured with events that are queried and never waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every title: a small training with one fault that raises it, and the nearest healthy one, which does not."""
+"""For every alert title: a small faulty training that raises it, and the most similar healthy one, which does not."""
 
 from __future__ import annotations
 

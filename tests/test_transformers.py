@@ -1,4 +1,4 @@
-"""Hugging Face Trainer and Accelerate: right numbers under the Trainer's own steps."""
+"""Hugging Face Trainer and Accelerate: correct statistics under the Trainer's own steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates that hooks on parameters make while the backward goes on, without any torch optimizer, as LOMO's do."""
+"""Updates that hooks on parameters make inside the backward without a torch optimizer, as in LOMO."""
 
 from __future__ import annotations
 

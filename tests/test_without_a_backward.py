@@ -1,4 +1,4 @@
-"""Gradients that no backward has made: put into `.grad` by hand, they are measured, judged and guarded at the step."""
+"""Gradients assigned to `.grad` without a backward are measured, checked and guarded at the step."""
 
 from __future__ import annotations
 

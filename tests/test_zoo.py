@@ -1,4 +1,4 @@
-"""The zoo's scoring is right, and a small part of the zoo: silent on healthy trainings, faults are seen."""
+"""The zoo's scoring is correct, and a small part of the zoo: no alerts for healthy trainings, faults are found."""
 
 from __future__ import annotations
 
