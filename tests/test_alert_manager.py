@@ -13,7 +13,7 @@ from wandb_gradwatch.rules import Alert, ExplodingGradient, NaNGradient, default
 
 
 class Clock:
-    """Seconds that pass only when told."""
+    """A simulated clock, in seconds."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -23,7 +23,7 @@ class Clock:
 
 
 def alarms_above(threshold: float, *, title: str = "Too large", level: str = "ERROR"):
-    """A rule that finds every sample above a threshold."""
+    """Return a rule that alerts for every sample with a norm above a threshold."""
     return rule(title=title, level=level)(
         lambda snapshot: f"{snapshot.steps[0]}" if snapshot.total_grad_norm[0] > threshold else None
     )
@@ -40,15 +40,15 @@ def test_an_episode_is_one_alert_however_long_it_is():
 
 def test_an_episode_ends_only_after_enough_healthy_samples_in_a_row():
     alert_manager = AlertManager([alarms_above(10)], rearm_samples=3)
-    # two healthy samples do not end it (steps 3, 4), three do (6, 7, 8)
+    # two healthy samples (steps 3, 4) do not end the episode, three (6, 7, 8) do
     assert sent_steps(alert_manager, [1, 20, 1, 1, 20, 1, 1, 1, 20]) == [2, 9]
     alert_manager = AlertManager([alarms_above(10)], rearm_samples=3)
-    assert sent_steps(alert_manager, [1, 20, 1, 1, 20, 1, 20]) == [2]  # three, but not in a row
+    assert sent_steps(alert_manager, [1, 20, 1, 1, 20, 1, 20]) == [2]  # three healthy samples, but not in a row
 
 
 def test_what_comes_again_and_again_is_told_ever_more_rarely():
     alert_manager = AlertManager([alarms_above(10)], rearm_samples=2)
-    # 2 healthy samples end the first episode, 4 the second, 8 the third: alerts at 1, 4, and not before 4 + 4 + 1
+    # 2 healthy samples end the first episode, 4 the second, 8 the third: alerts at 1 and 4, and the next from 9 on
     assert sent_steps(alert_manager, [20, 1, 1] * 3 + [20]) == [1, 4]
     assert sent_steps(alert_manager, [1] * 4 + [20] + [1] * 7 + [20] + [1] * 8 + [20], start=11) == [15, 32]
 
@@ -127,7 +127,7 @@ def test_healthy_is_about_the_newest_sample_and_only_errors_count():
     alert_manager.process(of_norms([20, 7]))
     assert alert_manager.healthy
     assert [finding.title for finding in alert_manager.last_findings] == ["Large"]
-    alert_manager.process(of_norms([20], start=3))  # nothing is sent, but it is no healthier for that
+    alert_manager.process(of_norms([20], start=3))  # no alert is sent within the episode, but the run is not healthy
     assert not alert_manager.healthy
     alert_manager.process(of_norms([1], start=4))
     assert alert_manager.healthy
@@ -162,7 +162,7 @@ def test_a_state_loads_into_a_changed_list_of_rules():
     first.process(of_norms([1.0] * 30))
     second = AlertManager([ExplodingGradient(), alarms_above(10), ExplodingGradient(min_factor=2.0)])
     second.load_state_dict(first.state_dict())
-    # the first ExplodingGradient remembers what is usual: its warm-up does not begin again
+    # the first ExplodingGradient restores the usual norms: it needs no second warm-up
     assert sorted(alert.title for alert in second.process(of_norms([500.0], start=31))) == [
         "Exploding gradient",
         "Too large",
@@ -184,7 +184,7 @@ def test_the_hours_limit_survives_a_resume():
     alert_manager.process(of_norms([20]))
     clock.now += 3000
     other = Clock()
-    other.now = 5.0  # another process, another zero
+    other.now = 5.0  # the clock of another process has another zero
     resumed = AlertManager([alarms_above(10)], rearm_samples=1, max_per_hour=1, clock=other)
     resumed.load_state_dict(alert_manager.state_dict())
     assert sent_steps(resumed, [1, 20], start=2) == []

@@ -19,7 +19,7 @@ def test_a_sample_is_judged_when_it_arrives_and_not_with_the_ones_after_it() -> 
     watcher, sink = watch(model, rules=[NoGradient(zero_patience=10, patience=10)], log_every=1000)
     for _ in range(10):
         step(model, optimizer, a=[0, 0])
-    # the tenth sample without anything; nobody has asked, waited or flushed
+    # the tenth sample without a gradient; without a query, wait or flush by the user
     assert [(alert.title, alert.step) for alert in sink.alerts] == [("No gradient", 10)]
     watcher.remove()
 
@@ -37,7 +37,7 @@ def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
 def run(
     model: nn.Module, advance: Callable[[int], object], *, steps: int = 15, **options: object
 ) -> list[tuple[str, int]]:
-    """The alerts of a loop, with their steps."""
+    """Return the titles and steps of a loop's alerts."""
     watcher, sink = watch(model, **({"rules": None} | options))
     for number in range(1, steps + 1):
         advance(number)
@@ -84,7 +84,7 @@ def test_a_layer_that_is_replaced_or_unfrozen_later_is_told_too_where_the_optimi
             loss_of(model, number).backward()
             optimizer.step()
 
-        # Followed from the sample of step 21 on, and certain when nothing else has changed it two samples later.
+        # Observed from the sample of step 21 on, and certain if nothing has changed the parameter two samples later.
         told = [] if "optimizer" in change else [("Not in any optimizer", 23)]
         assert run(model, advance, steps=30) == told, change
 
@@ -125,7 +125,7 @@ def test_an_optimizer_that_a_checkpoint_leaves_without_the_model_is_told_at_the_
     optimizer = [SGD(model.parameters(), lr=0.01)]
 
     def resumed(number: int) -> None:
-        if number == 8:  # with other tensors, of which the optimizer knows nothing
+        if number == 8:  # new tensors, which the optimizer does not hold
             model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
             if not is_told:
                 optimizer[0] = SGD(model.parameters(), lr=0.01)
@@ -200,7 +200,7 @@ def test_two_networks_that_train_in_turn_and_leave_gradients_with_each_other_are
 
 
 def test_a_generator_that_is_reset_in_a_backward_that_no_hook_tells_of_is_silent() -> None:
-    """Five steps of the critic for each of the generator, whose gradients the critic's backwards find untouched."""
+    """Five steps of the critic per step of the generator, whose gradients stay unchanged during the critic's steps."""
     models = {"critic": net(), "generator": net()}
     optimizers = {name: SGD(model.parameters(), lr=0.01) for name, model in models.items()}
 
@@ -228,7 +228,7 @@ def test_a_discriminator_that_is_frozen_whenever_its_samples_are_judged_has_had_
 
 
 class Idle(SGD):
-    """Its steps change nothing."""
+    """An optimizer whose steps change nothing."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         pass

@@ -25,7 +25,7 @@ Change = Callable[[Chosen, int], object]
 
 
 def trained(change: Change, *, steps: int = 4, dtype: torch.dtype = torch.float32, **options: object) -> Snapshot:
-    """Steps with something between backward and step: in step n the gradients are n times GRADIENTS."""
+    """Train with `change` between backward and step; in step n the gradients are n times GRADIENTS."""
     model = Chosen(a=4, b=3, dtype=dtype)
     optimizer = SGD(model.parameters(), lr=0.0)
     watcher, sink = watch(model, **options)
@@ -99,13 +99,13 @@ def overwrite(model: Chosen, number: int) -> None:
 
 
 def project(model: Chosen, _: int) -> None:
-    """As PCGrad: without the part along another gradient; shorter than before."""
+    """Like PCGrad: remove the component along another gradient, which shortens the gradient."""
     other = torch.tensor([1.0, -1.0, 2.0, 0.0])
     model.a.grad = model.a.grad - (model.a.grad @ other) / (other @ other) * other
 
 
 def reuse(model: Chosen, _: int) -> None:
-    """As LookSAM: with a part of an earlier gradient added."""
+    """Like LookSAM: add a part of an earlier gradient."""
     for parameter in model.parameters():
         parameter.grad.mul_(0.5).add_(torch.arange(parameter.numel()) * 0.1)
 
@@ -127,7 +127,7 @@ def test_what_no_clipping_does_is_a_change_after_the_backward_and_has_a_number_o
     assert snapshot.changed.all()
     row_of = HistoryRow.of(snapshot).scalars()
     assert (row_of["gradwatch/clip_ratio"], row_of["gradwatch/changed_ratio"]) == (0, 1)
-    # What the backward left, and what the optimizer received.
+    # The norms after the backward, and those that the optimizer received.
     assert snapshot.total_grad_norm == pytest.approx([norm(number) for number in range(1, 5)])
     assert not np.any(np.isclose(snapshot.total_grad_norm_clipped, snapshot.total_grad_norm, rtol=1e-4)) or (
         kind == "turned round"
@@ -154,14 +154,14 @@ def test_rows_without_such_steps_have_no_changed_ratio():
     assert "gradwatch/changed_ratio" not in HistoryRow.of(trained(CLIPPINGS["of the model"])).scalars()
 
 
-# ---- another unit
+# ---- a change of unit
 
 TOKENS = [3, 17, 8, 30]
 
 
 def multiply_through_data(model: Chosen, factor: float) -> None:
     for parameter in model.parameters():
-        parameter.grad.data.mul_(factor)  # as fairseq does: the version counter does not move
+        parameter.grad.data.mul_(factor)  # like fairseq: the version counter does not change
 
 
 @pytest.mark.parametrize("limit", [1.0, 1e9])
@@ -219,7 +219,7 @@ def test_one_factor_for_everything_that_leaves_no_round_norm_is_no_known_clippin
     assert np.isnan(snapshot.clip_ratio)
     assert "gradwatch/clip_ratio" not in HistoryRow.of(snapshot).scalars()
     told = [text for text in caplog.messages if "every gradient was multiplied by 0.333" in text]
-    assert len([text for text in told if "times in all" not in text]) == 1  # and at the end, with its count
+    assert len([text for text in told if "times in all" not in text]) == 1  # and once more at the end, with the count
     assert "loss_scale=" in caplog.text
 
 
@@ -279,7 +279,7 @@ def test_a_function_that_no_longer_answers_ends_the_watching_in_words(options, w
 
 
 def master_step(model: Chosen, masters: list[Tensor], optimizer: torch.optim.Optimizer, **how: float | None) -> None:
-    """One step of a half-precision model whose float32 copies are updated; `how`: the loss scale, the limit."""
+    """Train one step of a half-precision model with float32 master weights; `how`: the loss scale and the limit."""
     scale, limit = how.get("scale") or 1.0, how.get("limit")
     model.zero_grad()
     (model.loss(a=[3.0, 4.0], b=[12.0]) * scale).backward()
@@ -304,7 +304,7 @@ def test_what_master_weights_receive_is_seen(scale, limit, reordered):
     for _ in range(3):
         master_step(model, masters, optimizer, scale=scale, limit=limit)
     snapshot = samples(watcher, sink)
-    received = 13 if limit is None else limit  # 3, 4 and 12
+    received = 13 if limit is None else limit  # 13 is the norm of 3, 4 and 12
     assert snapshot.total_grad_norm == pytest.approx([13] * 3)
     assert snapshot.total_grad_norm_clipped == pytest.approx([received] * 3, rel=1e-5)
     assert snapshot.clip_ratio == (limit is not None)
@@ -371,7 +371,7 @@ def test_clipping_is_seen_in_a_loop_without_an_optimizer(limit, set_to_none):
     if limit is not None:
         assert snapshot.clip_ratio == 1
         assert snapshot.total_grad_norm_clipped == pytest.approx([limit] * 6, rel=1e-5)
-    else:  # what became of the gradients was not seen, but for the last ones, which are still there
+    else:  # only the received gradients of the last update are known, because they still exist
         assert not np.any(snapshot.clipped[:-1] == 1)
         assert np.isnan(snapshot.total_grad_norm_clipped[:-1]).all()
 
@@ -389,7 +389,7 @@ def test_clipping_by_hand_is_seen_where_the_user_says_when_a_step_is_made():
     assert snapshot.clip_ratio == 1
 
 
-# ---- the functions of torch
+# ---- torch's clipping functions
 
 
 def test_the_functions_of_torch_are_as_they_were_when_nothing_is_watched():
@@ -416,7 +416,7 @@ def test_gradients_that_are_clipped_twice_are_measured_before_the_first_time():
     assert snapshot.clip_ratio == 1
 
 
-# ---- the verdict itself
+# ---- the classification of a change
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_gradients_that_are_clipped_twice_are_measured_before_the_first_time():
         ([3.0, -4.0, 1.0], [3.0, -4.0, 0.5], (False, True, None)),
         ([0.0, 0.0], [0.0, 0.0], (False, False, None)),
         ([0.0, 0.0], [0.0, 1.0], (False, True, None)),
-        ([math.nan, 1.0], [math.nan, 0.5], (False, False, None)),  # nothing is known of it
+        ([math.nan, 1.0], [math.nan, 0.5], (False, False, None)),  # unknown
     ],
 )
 def test_what_rows_tell_of_a_change(before, after, expected):
@@ -466,4 +466,4 @@ def test_a_training_that_clips_is_not_told_to_begin_with_it(clips, lasts):
     assert ("clip at a lower norm" in alert.text) == clips
     assert ("clip with clip_grad_norm_" in alert.text) == (not clips)
     assert "look at the batch of this step" in alert.text
-    assert ("falls back" in alert.text) == (lasts > 1)  # of what has passed that is known
+    assert ("falls back" in alert.text) == (lasts > 1)  # only a past fault is known to fall back

@@ -15,7 +15,7 @@ NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
 
 
 def check(results, world, steps, *, micros=1, clip=None, first=0, width=5):
-    """Every rank was given a sink, which has every sample of the whole model."""
+    """Check every rank's sink: each has all samples of the whole model."""
     truth = expected(world, steps, micros=micros, clip=clip, width=width)
     main = results[0]
     assert main["steps"] == list(range(1, steps + 1))
@@ -28,7 +28,7 @@ def check(results, world, steps, *, micros=1, clip=None, first=0, width=5):
     assert main["num_elements"].tolist() == [sizes] * steps
     for other in results[1:]:
         assert other["num_snapshots"] == main["num_snapshots"]
-        # One rank may have compiled its loops before another: sums in another order.
+        # One rank may have compiled its loops earlier than another, which changes the order of sums.
         np.testing.assert_allclose(other["grad_norm"], main["grad_norm"], rtol=1e-5)
 
 
@@ -41,7 +41,7 @@ DDP = [
     {"micros": 3},
     {"clip": 0.1},
     {"micros": 2, "clip": 0.1, "gradient_as_bucket_view": True},
-    # More micro-batches before the first step than resets that would prove that there is no optimizer.
+    # More micro-batches before the first step than the number of resets after which updates by hand are assumed.
     {"micros": 5, "clip": 0.1},
     {"micros": 5, "clip": 0.1, "sync_every": True},
     {"micros": 5, "clip": 0.1, "sync_every": True, "gradient_as_bucket_view": True},
@@ -64,7 +64,7 @@ FSDP1 = [
 ]
 
 
-NAN = [  # the ranks that have one; what the backward left came before what arose after it
+NAN = [  # ranks with NaN during and after the backward; the alert names those of the backward first
     {"in_backward": (1,), "after_it": ()},
     {"in_backward": (), "after_it": (1,)},
     {"in_backward": (1,), "after_it": (0,)},
@@ -74,7 +74,7 @@ OWN_PARTS = [{}, {"same_name": True}, {"inf": True}, {"frozen": True}]
 
 @functools.cache
 def on_two_ranks():
-    """Every program of this file that needs two ranks, in one start of the processes."""
+    """Run every program of this file that needs two ranks, in the same two processes."""
     calls = [("ddp", {"steps": 3} | options) for options in DDP]
     calls += [("fsdp2", {"steps": 3} | options) for options in FSDP2]
     calls += [("fsdp2", {"steps": 3, "watch_first": True}), ("fsdp2", {"steps": 6, "log_every": 3})]
@@ -86,7 +86,7 @@ def on_two_ranks():
     calls += [("rank_that_watches_something_else", {"steps": 3})]
     calls += [("own_parts", options) for options in OWN_PARTS]
     calls += [("two_watchers_of_one_run", {"steps": 2, "kind": kind}) for kind in ("fsdp2", "ddp")]
-    calls += [("rank_that_does_not_watch", {"steps": 3})]  # last: the ranks count their watchers differently now
+    calls += [("rank_that_does_not_watch", {"steps": 3})]  # last: afterwards the ranks' counts of watchers differ
     results = ranks.run("rank_programs", calls, 2)
     return {repr(call): result for call, result in zip(calls, results, strict=True)}
 
@@ -118,9 +118,9 @@ def test_fsdp2_on_four_ranks_some_shards_empty_and_hybrid_and_over_groups_of_ran
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_two_watchers_of_one_run_watch_the_same_on_all_ranks(kind):
-    """What rank 0 took for another parameter than rank 1 would be a part, or counted twice.
+    """Names must match over ranks, otherwise a norm would be that of one shard, or a shard would be counted twice.
 
-    Sharded, ranks without a run call it as rank 0 does; a whole one may have another name where it is logged elsewhere.
+    Sharded models have the same names on ranks without a run; replicas may have other names in another sink.
     """
     norm = np.sqrt((expected(2, 2)["grad_norm"] ** 2).sum(axis=1))
     for rank, result in enumerate(result_of("two_watchers_of_one_run", steps=2, kind=kind)):
@@ -141,7 +141,7 @@ def test_fsdp2_one_reduction_per_flush():
 
 @pytest.mark.parametrize("watch_first", [False, True])
 def test_tensor_parallel_shows_the_norm_of_the_whole(watch_first):
-    # Every rank computes on the same batch, so the truth is that of one rank.
+    # Every rank has the same batch, so the expected values are those of one rank.
     check(result_of("tensor_parallel", steps=3, watch_first=watch_first), 1, 3, first=int(watch_first), width=6)
 
 
@@ -180,7 +180,7 @@ def test_a_parameter_that_one_rank_uses_is_averaged_and_nothing_hangs():
 
 @pytest.mark.parametrize("options", OWN_PARTS, ids=str)
 def test_parts_that_ranks_have_of_their_own_are_one_model(options):
-    """Gradients of 3 and 4: the norm of the whole is 5, and each layer has its own name."""
+    """Gradients of 3 and 4: the total norm is 5, and each rank's layer has its own name."""
     results = result_of("own_parts", **options)
     names = ["layer", "rank1.layer"] if options.get("same_name") else ["layer0", "layer1"]
     names += ["embedding"] if options.get("frozen") else []

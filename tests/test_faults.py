@@ -28,7 +28,7 @@ FLUSHED = list(range(LOG_EVERY, STEPS + 1, LOG_EVERY))
 
 
 def train(run: Any, **options: Any) -> wandb_gradwatch.Watcher:
-    """40 watched steps with the gradient {3, 4}, logged as users do; the watcher is left to the run's end."""
+    """Train 40 watched steps with the gradient {3, 4} and log a loss per step; the watcher is not removed."""
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     watcher = wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=LOG_EVERY, **options)
@@ -39,7 +39,7 @@ def train(run: Any, **options: Any) -> wandb_gradwatch.Watcher:
 
 
 def assert_complete(rows: list[dict[str, Any]]) -> None:
-    """The user's rows are as without us, and each of ours is there once, in order, with the right number."""
+    """Check that the user's rows are unchanged, and that each row of the package is correct and arrived once."""
     assert [(row["_step"], row["loss"]) for row in rows if "loss" in row] == [(n, float(n)) for n in range(STEPS)]
     ours = [row for row in rows if "gradwatch/grad_norm" in row]
     assert [row["gradwatch/step"] for row in ours] == FLUSHED
@@ -55,7 +55,7 @@ def test_no_row_is_lost_or_doubled_by_a_server_in_trouble(
 ) -> None:
     run = start_run(server=loopback)
     loopback.fault("*", trouble)
-    watcher = train(run)  # gets to its end while the server answers nothing at all
+    watcher = train(run)  # completes although the server never answers
     assert watcher.step == STEPS
     loopback.heal()
     run.finish()
@@ -85,7 +85,7 @@ def test_an_alert_does_not_wait_for_a_server_that_hangs(start_run: Any, loopback
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     watcher = wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=LOG_EVERY)
-    for number in range(20):  # the test's time limit is what would be reached
+    for number in range(20):  # if logging waited, the test would reach its time limit
         step(model, optimizer, a=[3, float("nan")] if number == 4 else [3, 4])
         run.log({"loss": 0.0})
     assert watcher.step == 20
@@ -132,14 +132,14 @@ AFTER
 """
 
 
-# wandb-core writes the run's file; the limit is on every process that holds one, ours included.
+# wandb-core writes the run's file; the limit applies to every process, this one included.
 _DISK_FULL = """
 import psutil, resource
 for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, 4096))
 """
 
-# name -> watched, before the training, after it
+# name -> (whether it is watched, code before the training, code after it)
 _SCRIPTS = {
     "a full disk, unwatched": (False, _DISK_FULL, ""),
     "a full disk": (True, _DISK_FULL, ""),
@@ -151,7 +151,7 @@ _SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended, Path]]:
-    """How each script has ended, and its folder."""
+    """Run each script; return how each ended, and its folder."""
     done = {}
     for name, (watched, before, after) in _SCRIPTS.items():
         folder = tmp_path_factory.mktemp("ended")
@@ -172,7 +172,7 @@ def test_kill_9_loses_no_more_than_wandb_does(ended: dict[str, tuple[Ended, Path
     killed, folder = ended["kill -9"]
     assert killed.returncode == -9, killed.stderr
     rows = history(folder)
-    # W&B keeps what had reached it. A row that is there has what was due of ours: step 5 is the user's row 4.
+    # W&B keeps the rows that it received. Each of them has the package's values that were due: step 5 is in row 4.
     assert [row["loss"] for row in rows] == list(range(len(rows)))
     ours = [(row["_step"], row["gradwatch/step"]) for row in rows if "gradwatch/grad_norm" in row]
     assert ours == [(step - 1, step) for step in FLUSHED if step <= len(rows)]
@@ -206,7 +206,7 @@ def test_a_forked_child_that_trains_on_logs_nothing_into_its_parents_run(start_r
 
 
 class Gradients(torch.utils.data.Dataset[list[float]]):
-    """Forty times the same; in a worker process it also meets the watched model."""
+    """Forty equal samples; a worker process that loads them also copies the watched model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -257,11 +257,11 @@ def test_a_clock_that_jumps_moves_no_number(monkeypatch: pytest.MonkeyPatch, sai
     assert said() == []
 
 
-# ---- what the user hands in
+# ---- callbacks of the user
 
 
 class Broken(wandb_gradwatch.Sink):
-    """A sink that raises in one of its methods, and counts how often it is asked."""
+    """A sink that raises in one of its methods, and counts its calls."""
 
     def __init__(self, method: str) -> None:
         self.method, self.calls = method, 0
@@ -282,7 +282,7 @@ class Broken(wandb_gradwatch.Sink):
 
 
 def with_nan(**options: Any) -> tuple[torch.Tensor, MemorySink]:
-    """A training with a NaN in every step from the tenth on: final parameters, and what a good sink saw."""
+    """Train with NaN from the tenth step on; return the final parameters, and the contents of a working sink."""
     memory = MemorySink()
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-10)
@@ -331,7 +331,7 @@ def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flus
     watcher = wandb_gradwatch.watch(model, sinks=[memory], rules=rules, sample_every=1, log_every=20, on_alert=stop)
     for _ in range(25):
         try:
-            step(model, optimizer, a=[1e-9, 1e-9])  # no reason to look at once
+            step(model, optimizer, a=[1e-9, 1e-9])  # far too small to trigger a closer look
         except RuntimeError as error:
             raised.append(str(error))
     watcher.remove()
@@ -346,7 +346,7 @@ def test_a_sample_is_not_lost_where_on_alert_raises_about_it() -> None:
     with wandb_gradwatch.watch(model, sinks=[memory], rules=[], on_alert=stop):
         step(model, optimizer, a=[1, 1])
         model.loss(a=[1, 1]).backward()
-        optimizer.zero_grad(set_to_none=False)  # at the wrong place
+        optimizer.zero_grad(set_to_none=False)  # the planted bug: reset before the step
         with pytest.raises(RuntimeError, match="stop: No gradient"):
             optimizer.step()
         step(model, optimizer, a=[1, 1])
@@ -377,7 +377,7 @@ def test_what_on_alert_raises_when_something_is_asked_is_raised_there_and_no_row
     memory = MemorySink()
     model = Chosen(a=1)
     watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, on_alert=stop)
-    for gradient in (1.0, 1.0, 1.0, 1.0, math.inf):  # updates by hand: the last one is known when somebody asks
+    for gradient in (1.0, 1.0, 1.0, 1.0, math.inf):  # updates by hand: the last one is measured when queried
         model.zero_grad()
         model.loss(a=[gradient]).backward()
     with torch.no_grad():
@@ -430,7 +430,7 @@ def test_samples_that_cannot_be_assembled_do_not_stop_the_training(monkeypatch: 
     def fail(*_: object) -> None:
         raise RuntimeError("planted")
 
-    for module in (rule_runner, pipeline):  # for the rules, and again where the last samples are kept
+    for module in (rule_runner, pipeline):  # once for the rules, once where the last samples are kept
         monkeypatch.setattr(module, "snapshot_of", fail)
     step(model, optimizer, a=[1])
     assert any("has failed and stopped watching" in text for text in said())

@@ -27,7 +27,7 @@ OPTIMIZERS = {
 
 
 NUM_BATCHES = 60
-POISONED = frozenset({30, 41, 52})  # two explosions and a NaN; of every tenth step none
+POISONED = frozenset({30, 41, 52})  # two explosions and a NaN
 
 
 def batches(poisoned=()):
@@ -68,7 +68,7 @@ def final_state(make, numbers, *, poisoned=(), guard=None, accumulate=1, scaled=
 
 @functools.cache
 def clean_state(make, *, poisoned=POISONED, **loop):
-    """Of a training without the poisoned batches, and unwatched."""
+    """Return the final parameters of an unwatched training without the poisoned batches."""
     return final_state(make, set(range(NUM_BATCHES)) - poisoned, **loop)
 
 
@@ -96,7 +96,7 @@ def test_a_guard_of_ones_own(watched):
 
 
 def trained(gradients, optimizer=torch.optim.SGD, **options):
-    """The sink and the watcher's summary after a training with the default rules and these gradients."""
+    """Train with these gradients and the default rules; return the sink and the watcher's summary."""
     model = Chosen(a=1)
     watcher, sink = watch(model, rules=None, **options)
     made = optimizer(model.parameters(), lr=1e-3)
@@ -106,7 +106,7 @@ def trained(gradients, optimizer=torch.optim.SGD, **options):
     return sink, watcher.summary()
 
 
-# Calm steps first: enough for the rules and the guard to know what is usual, and for a diagnosis to call them calm.
+# Enough healthy steps for rules, guard and diagnosis to learn the usual norms.
 CALM = [1.0, 1.1, 0.9, 1.05, 0.95] * 4
 FUSED = functools.partial(torch.optim.SGD, fused=True)
 
@@ -127,13 +127,13 @@ def test_an_alert_of_a_withheld_step_says_so_and_advises_no_guard(optimizer, bad
 
 
 def test_an_alert_without_a_known_cause_says_so_too():
-    sink, _ = trained([math.nan], guard="skip")  # the first step: nothing before it tells anything
+    sink, _ = trained([math.nan], guard="skip")  # the first step, without earlier samples
     (alert,) = sink.alerts
     assert "The guard did not apply this step" in alert.text.partition("Probable cause: ")[0]
 
 
 def test_an_alert_of_a_step_that_the_guard_has_let_through_says_how_to_have_it_skipped():
-    # A norm 14 times the usual one is an explosion, but not yet one that the guard skips.
+    # A norm of 14 times the usual one raises an alert, but is below the guard's limit.
     (alert,) = trained([*CALM, 14.0, *CALM], guard="skip")[0].alerts
     assert alert.title == "Exploding gradient"
     assert "did not apply" not in alert.text
@@ -146,7 +146,7 @@ def test_an_alert_without_a_guard_advises_one():
 
 
 def test_only_the_withheld_step_itself_is_called_withheld():
-    # Sampled are the even steps. 23 is withheld between two samples and counted in the sample of 24, which is not.
+    # Even steps are sampled. Step 23 is skipped between two samples and counted in the sample of 24, which is applied.
     sink, _ = trained([*CALM, 1, 1, math.nan, 14.0, *CALM], guard="skip", sample_every=2, log_every=2)
     (alert,) = sink.alerts
     assert alert.step == 24
@@ -194,10 +194,10 @@ def test_or_go_on_as_chosen(watched):
         ({}, 25.0, True),
         ({"factor": 4.0}, 4.5, True),
         ({"factor": 4.0}, 3.5, False),
-        ({"stds": 4.0}, 1.5, True),  # norms of exactly 1 deviate by 1 %, as the least that counts
+        ({"stds": 4.0}, 1.5, True),  # the deviation of constant norms is taken as 1 %, the minimum
         ({"stds": 4.0, "factor": 4.0}, 1.5, False),
         ({"threshold": 1.2}, 1.3, True),
-        ({"threshold": 1e6}, 1e5, False),  # no limit that was not asked for
+        ({"threshold": 1e6}, 1e5, False),  # no other limits besides the given one
     ],
     ids=str,
 )
@@ -349,7 +349,7 @@ def test_rules_remember_over_a_resume():
     state = watcher.state_dict()
     model, optimizer, watcher, sink = make_watched(rules=None)
     watcher.load_state_dict(state)
-    step(model, optimizer, a=[500, 0])  # a watcher without memory would still be warming up
+    step(model, optimizer, a=[500, 0])  # a watcher without the saved state would still be in its warm-up
     watcher.remove()
     assert [alert.title for alert in sink.alerts] == ["Exploding gradient"]
 
@@ -398,7 +398,7 @@ def test_a_callback_that_removes_the_watcher_loses_nothing():
 
 
 def test_replicas_judge_by_the_same_loops(monkeypatch):
-    """What one rank has compiled earlier than another differs in the last bits, and at the limit in the verdict."""
+    """If one rank compiles its loops earlier, its sums differ in the last bits, and its verdict at a limit may too."""
     model = Chosen(a=1)
     for ranks, expected in ((1, "auto"), (2, "cpu")):
         monkeypatch.setattr(sys.modules["wandb_gradwatch._watch"], "world_size", lambda ranks=ranks: ranks)

@@ -22,7 +22,7 @@ KINDS = [
 ]
 
 
-# Where the monitor of one rank fails: before it has voted about a step, or after that.
+# Where one rank's monitor fails: before or after its vote on a step.
 PLACES = {
     "after the backward": "_sample.measure_present",
     "before the vote": "_guard._sums",
@@ -58,7 +58,7 @@ def test_a_poison_on_one_rank_is_withheld_on_all(results, case):
 
 @pytest.mark.parametrize("case", range(len(KINDS)), ids=map(str, KINDS))
 def test_the_norm_that_is_judged_is_that_of_the_whole_model(results, case):
-    """The same on both ranks, bit for bit; and FSDP2's first is known: no optimizer has stepped before it."""
+    """The norms are bitwise equal on both ranks. FSDP2's first norm is that of the initial parameters, in float64."""
     first, second = (result["norms"] for result in results[2 * case])
     assert first == second
     if KINDS[case][0] in ("fsdp2", "hsdp"):
@@ -77,7 +77,7 @@ def test_a_rank_with_broken_gradients_is_named_first(results):
 def test_a_rank_whose_monitor_fails_ends_the_guard_on_all_and_nobody_waits(results, optimizer, place):
     of_optimizer = results[2 * len(KINDS) + 2 + optimizer * (1 + len(PLACES)) :]
     unguarded, failed = of_optimizer[0], of_optimizer[1 + place]
-    for rank in range(2):  # the poison after the failure is applied, on both alike
+    for rank in range(2):  # the bad update after the failure is applied on both ranks
         for with_guard, without in zip(failed[rank]["parameters"], unguarded[rank]["parameters"], strict=True):
             np.testing.assert_array_equal(with_guard, without)
     assert any("has failed and stopped watching; training goes on, unguarded" in text for text in failed[1]["said"])
@@ -86,7 +86,7 @@ def test_a_rank_whose_monitor_fails_ends_the_guard_on_all_and_nobody_waits(resul
 
 
 def test_with_a_budget_ranks_that_hold_shards_sample_the_same_steps(results):
-    # The first ten; 20, ten steps on, until rank 0 has been heard: a millionth is not earned again by step 24.
+    # The first ten steps, and step 20, before rank 0's plan arrives: a millionth does not earn a sample by step 24.
     for rank in range(2):
         assert results[-1][rank]["steps"][:10] == list(range(1, 11))
         assert results[-1][rank]["steps"] == results[-1][0]["steps"]
@@ -106,7 +106,7 @@ def test_what_ranks_could_not_agree_on_is_refused(results):
 
 @pytest.fixture(scope="module")
 def replays():
-    """By the kind of parallelism, with and without a guard, what both ranks have done."""
+    """Return both ranks' results by kind of parallelism, with and without a guard."""
     calls = [(kind, guard) for kind in ("ddp", "fsdp2") for guard in ("skip", None)]
     found = ranks.run("guard_rank_programs", [("replayed", {"kind": kind, "guard": guard}) for kind, guard in calls], 2)
     return dict(zip(calls, found, strict=True))

@@ -29,7 +29,7 @@ FUSED = {
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what makes the host wait for a device: a tensor's value in Python, or a copy to the CPU."""
+    """Count operations that make the host wait for a device: reading a tensor's value, or a copy to the CPU."""
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -70,8 +70,8 @@ def small_training(make, guard, **options):
 
 
 def reads_of(host_reads, make, guard, *, sample_every=1):
-    """What the host reads in 40 steps, of which the fifth is the last that creates anything."""
-    # Compiled before the first step: torch and numpy, which measure until then, read sums that are on the host anyway.
+    """Return the host's reads in 40 steps that follow five warm-up steps."""
+    # Compile before the first step: until then torch and numpy measure, and read sums that are on the host anyway.
     pytest.importorskip("numba")
     watcher, _, one_step = small_training(make, guard, sample_every=sample_every, backend="compiled")
     with contextlib.ExitStack() as stack:
@@ -95,12 +95,12 @@ def test_a_fused_optimizer_is_guarded_without_a_host_read(host_reads, make, samp
 
 def test_another_optimizer_is_guarded_with_one_read_a_step(host_reads):
     make = OPTIMIZERS["sgd momentum"]
-    # A bad step that is run again is looked at by the host; that is another matter.
+    # Without replay, because a replay reads values on the host.
     assert reads_of(host_reads, make, SkipGuard(replay=False)) == ["tolist"] * 40
 
 
 KINDS = OPTIMIZERS | {f"fused {name}": make for name, make in FUSED.items()}
-# Every optimizer in a plain loop; every loop with one that is asked on the host, and two that are told on the device.
+# Every optimizer in a plain loop; the other loops with one optimizer that is guarded on the host and two on the device.
 TRAININGS = [(name, {}) for name in KINDS]
 TRAININGS += [
     (name, loop)
@@ -145,7 +145,7 @@ def test_parameters_that_are_not_watched_are_withheld_with_the_others(watched, f
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_master_weights_are_withheld_too(fused):
-    """The optimizer has copies, with gradients of their own."""
+    """The optimizer holds master copies, which have their own gradients."""
     model = Chosen(a=1, dtype=torch.bfloat16)
     master = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([master], lr=1.0, fused=fused)
@@ -161,7 +161,7 @@ def test_master_weights_are_withheld_too(fused):
 
 @pytest.mark.parametrize("fused", [(False, False), (True, True), (True, False), (False, True)])
 def test_optimizers_of_one_backward_are_withheld_together(fused):
-    """The first one's gradients are bad, the second one's would be good; it is one step, and one count."""
+    """Only the first optimizer's gradients are bad: both updates are skipped, and counted as one step."""
     model = Chosen(a=1, b=1)
     optimizers = [
         torch.optim.SGD([parameter], lr=1.0, fused=is_fused)
@@ -203,7 +203,7 @@ def test_a_step_that_raises_leaves_nothing_behind(watched, fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_loss_scaler_keeps_what_it_has_found(fused):
-    """It overflows in step 2: the scale is halved, the guard counts nothing, and the step is not made."""
+    """Gradients overflow in step 2: the scaler halves its scale and skips the step, which the guard does not count."""
     model = Chosen(a=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -234,7 +234,7 @@ def test_or_let_through_late_as_chosen(watched):
     model, optimizer, _ = watched(dict(a=1), fused=True, guard=SkipGuard(max_in_a_row=3, then="continue"))
     for number in range(1, 12):
         step(model, optimizer, a=[math.nan])
-        assert model.a.isnan().item() == (number == 11)  # the third one in a row is known 8 steps after step 3
+        assert model.a.isnan().item() == (number == 11)  # the third skipped step in a row is known 8 steps later
 
 
 def test_withheld_steps_between_two_samples_are_counted_in_the_next(watched):
@@ -259,7 +259,7 @@ def test_a_function_is_asked_at_every_step(watched):
 
 
 def test_a_function_that_raises_reaches_the_training_loop():
-    """A guard that fell silent would be worse than one that was never there."""
+    """A guard that silently stopped working would be worse than no guard."""
     model = Chosen(a=1)
     watcher, _ = watch(model, guard=lambda snapshot: snapshot.no_such_thing)
     with pytest.raises(AttributeError, match="no_such_thing"):
@@ -268,7 +268,7 @@ def test_a_function_that_raises_reaches_the_training_loop():
 
 
 def test_inside_the_backward_only_what_is_not_finite_is_withheld():
-    """Each parameter steps for itself: one layer's norm says nothing of another's."""
+    """Each parameter has its own step, so a layer's norm is not compared with those of other layers."""
     model = Chosen(a=1, b=1)
     optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in model.parameters()}
     for parameter in model.parameters():
@@ -282,7 +282,7 @@ def test_inside_the_backward_only_what_is_not_finite_is_withheld():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_guard_goes_on_where_it_stopped(fused):
-    """Also in the middle of the 8 steps that a fused optimizer's guard has not learnt from."""
+    """Also while the norms of up to 8 steps of a fused optimizer are still on their way to the guard."""
 
     def training():
         torch.manual_seed(0)
@@ -318,7 +318,7 @@ def test_a_guard_goes_on_where_it_stopped(fused):
 
 
 def test_an_overflow_that_only_the_loss_scaler_sees_is_skipped_all_the_same():
-    """In a parameter that is not watched: the guard finds nothing, and must not overrule what the scaler has found."""
+    """The overflow is in an unwatched parameter: the guard finds nothing, and must not reset the scaler's found_inf."""
     model = Chosen(a=1, b=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

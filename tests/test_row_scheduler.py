@@ -18,7 +18,7 @@ from wandb_gradwatch.sinks._row_scheduler import RowScheduler, row_scheduler_of
 
 
 class ModelRun:
-    """A run that keeps W&B's rule and nothing else; `log` and `step` are all that is public."""
+    """A W&B run by the model of W&B's rules in user_programs.py, with the public `log` and `step` only."""
 
     def __init__(self, start: int = 0) -> None:
         self.core = OpenRow(start)
@@ -39,7 +39,7 @@ class ModelRun:
 
 
 class ModelRunWithLog(ModelRun):
-    """With the private method that all log calls of the SDK pass through."""
+    """Add the private method that all log calls of the SDK pass through."""
 
     def _log(self, data: Any, step: Any = None, commit: Any = None) -> None:
         super().log(data, step, commit)
@@ -49,7 +49,7 @@ class ModelRunWithLog(ModelRun):
 
 
 def play(run: Any, program: list[Any], max_waiting: int = 64) -> None:
-    """Run a program to its end, as the training script would."""
+    """Run a program and finish the run, like a training script."""
     row_scheduler = RowScheduler(run, max_waiting)
     owner = object()
     for kind, *arguments in program:
@@ -80,7 +80,7 @@ def test_every_own_row_arrives_once_in_order_and_user_rows_are_as_without_us(sty
 
 
 def test_the_fuzz_sees_what_a_library_that_commits_its_rows_does() -> None:
-    # Sibling of the test above: the check must be able to fail.
+    # Shows that the check of the test above can fail.
     program = random_program(random.Random(0), style="implicit")
     run = ModelRun()
     for kind, *arguments in program:
@@ -120,7 +120,7 @@ def test_neighbours_of_one_owner_merge_when_too_many_rows_wait() -> None:
     for number in range(50):
         row_scheduler.put(first, OwnRow([number]))
         row_scheduler.put(second, OwnRow([100 + number]))
-        assert row_scheduler.num_waiting <= 5  # four and the one whose placing has begun
+        assert row_scheduler.num_waiting <= 5  # four, and the one that is being placed
     run.finish()
     own = split_rows(run.core.rows)[1]
     assert [number for number in own if number < 100] == list(range(50))
@@ -131,7 +131,7 @@ def test_merged_windows_are_of_similar_length() -> None:
     run = ModelRunWithLog()
     play(run, [("own", number) for number in range(64)], max_waiting=8)
     lengths = [len(row["own"].split(",")) for _, row in run.core.rows]
-    # 64 windows in at most 10 rows; pairing the shortest neighbours makes none longer than 4 times the even share of 8.
+    # 64 windows in at most 10 rows. Merging the shortest neighbours makes no row longer than 4 times the mean of 8.
     assert len(lengths) <= 10
     assert max(lengths) <= 32
 
@@ -160,7 +160,7 @@ def test_the_placement_belongs_to_the_run() -> None:
 
 
 class EventFiles(ModelRunWithLog):
-    """A run whose rows W&B's process makes of TensorBoard's event files, when it comes to them."""
+    """A run whose rows wandb-core makes from TensorBoard's event files, at any time."""
 
     def rows_from_files(self, *losses: int) -> None:
         for loss in losses:
@@ -169,14 +169,14 @@ class EventFiles(ModelRunWithLog):
 
 @pytest.mark.parametrize("at_the_end", [0, 3], ids=["all rows during the run", "some after our last word"])
 def test_rows_join_those_from_event_files_whenever_they_come(monkeypatch: pytest.MonkeyPatch, at_the_end: int) -> None:
-    """The user's rows keep their steps, ours are all there, and they do not wait for the run's end."""
+    """The user's rows keep their steps. All rows of the package arrive, and not only at the end of the run."""
     monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler._syncs_tensorboard", lambda: True)
     run = EventFiles()
     row_scheduler = RowScheduler(run)
     for number in range(6):
         row_scheduler.put("watcher", OwnRow([number]))
         if number % 2:
-            run.rows_from_files(10 * number, 10 * number + 1)  # they come several at a time
+            run.rows_from_files(10 * number, 10 * number + 1)  # several rows at a time
             arrived = split_rows(run.core.rows)[1]
             assert arrived == list(range(number + 1))
     row_scheduler.end()
@@ -188,7 +188,7 @@ def test_rows_join_those_from_event_files_whenever_they_come(monkeypatch: pytest
 
 
 def test_a_row_from_event_files_that_is_closed_while_ours_is_logged_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at the step and the log call: the row lands in the next one, and is not replaced there."""
+    """A row closes between reading the step and the log call: the package's row joins the next row and is kept."""
     monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler._syncs_tensorboard", lambda: True)
     run = EventFiles()
     row_scheduler = RowScheduler(run)
@@ -209,11 +209,11 @@ def test_commit_logs_at_once() -> None:
 
 
 def test_rows_closed_behind_our_back_are_noticed() -> None:
-    # Another process logs into the run: W&B's step moves, no call passes by us.
+    # Another process logs to the run: W&B's step advances without a log call in this process.
     run = ModelRunWithLog()
     row_scheduler = RowScheduler(run)
     row_scheduler.put("watcher", OwnRow([0]))
-    row_scheduler.put("watcher", OwnRow([1]))  # the second in a row without a call of the user: the first is placed
+    row_scheduler.put("watcher", OwnRow([1]))  # the second one without a user's call in between: places the first
     run.core.log({"theirs": 1})
     row_scheduler.put("watcher", OwnRow([2]))
     run.core.log({"theirs": 2})
@@ -226,7 +226,7 @@ def test_steps_closed_behind_our_back_are_not_taken_for_free_ones() -> None:
     run = ModelRunWithLog()
     row_scheduler = RowScheduler(run)
     for _ in range(5):
-        run.core.log({"theirs": 1})  # steps 0 to 4, unseen
+        run.core.log({"theirs": 1})  # steps 0 to 4, which the scheduler does not see
     row_scheduler.put("watcher", OwnRow([0]))
     row_scheduler.put("watcher", OwnRow([1]))
     row_scheduler.put("watcher", OwnRow([2]))
@@ -335,7 +335,7 @@ def test_a_last_flush_that_was_taken_back_is_not_called() -> None:
 
 
 def test_a_signal_handler_may_finish_the_run_at_any_moment() -> None:
-    # SIGUSR1 before preemption: the handler runs in the middle of put(), which holds its lock while rows merge.
+    # The handler of SIGUSR1 (preemption) runs inside put(), which holds its lock while rows merge.
     class Interrupting(OwnRow):
         def merge(self, later: OwnRow) -> OwnRow:
             signal.raise_signal(signal.SIGUSR1)
@@ -449,7 +449,7 @@ def test_three_threads_may_log(start_run: Any) -> None:
     run.finish()
     user_part, own = split_rows([(row["_step"], row) for row in history(run)])
     assert own == list(range(40))
-    assert [step for step, _ in user_part] == list(range(120))  # each call made a row of its own, and no step is lost
+    assert [step for step, _ in user_part] == list(range(120))  # each call made its own row, and no step is lost
     for name in ("a", "b", "c"):
         assert [data[name] for _, data in user_part if name in data] == list(range(40))
 

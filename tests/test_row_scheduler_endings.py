@@ -26,11 +26,11 @@ run.log({"loss": 0})
 run.log({"loss": 1}, commit=False)
 """
 
-_ENDINGS = {  # the script's last line, and the exit code in W&B
+_ENDINGS = {  # ending -> the script's last lines, and the exit code in W&B
     "the script just ends": ("", 0),
     "sys.exit(3)": ("sys.exit(3)", 3),
     "an exception": ("raise ValueError('the training failed')", 1),
-    # The handler is set, because Python ignores the signal where whoever started it does, as `nohup ... &` does.
+    # Set the handler, because Python inherits an ignored SIGINT from the starting process, such as `nohup ... &`.
     "Ctrl-C": ("signal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)", 255),
     "a forked child exits": ("if os.fork() == 0: sys.exit(0)\nos.wait()", 0),
 }
@@ -43,8 +43,8 @@ def test_a_script_may_end_in_any_way_and_its_exit_code_is_its_own(ending: str, t
     ended = script(tmp_path / "script.py", folder=tmp_path)
     user, own = split_rows([(row["_step"], row) for row in history(tmp_path)])
     assert user == [(0, {"loss": 0}), (1, {"loss": 1})]
-    assert own == [0, 1, 2, 3, 4]  # 4 is the last flush
-    assert "wandb_gradwatch" not in ended.stderr  # no traceback of ours
+    assert own == [0, 1, 2, 3, 4]  # 4 is the row of the last flush
+    assert "wandb_gradwatch" not in ended.stderr  # no traceback of the package
     (exit_record,) = [record for record in records(tmp_path) if record["type"] == "exit"]
     assert exit_record["exit"].get("exit_code", 0) == exit_code
 
@@ -136,7 +136,7 @@ run.finish()
 
 @pytest.mark.slow  # W&B waits for the files
 def test_rows_of_tensorboards_files_keep_their_steps(tmp_path: Path) -> None:
-    """W&B reads the files after the script's last word here: nothing of ours may have taken steps before."""
+    """W&B reads the event files after the script's end here: rows of the package must not have taken their steps."""
     pytest.importorskip("tensorboard")
     of_user = {}
     (tmp_path / "script.py").write_text(_TENSORBOARD)
