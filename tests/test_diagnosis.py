@@ -261,7 +261,7 @@ def test_what_decides_nothing_by_itself_has_the_cause_of_the_error_before_it(tit
     text = sentence("Fact.", "", "cause (it rose)", "do this")
     before = Alert(title, text, 1000 - 10 * num_before, level)
     unclear = Alert("Loss spike", sentence("Fact.", "", "not clear: C or D", "look"), 990, "ERROR")
-    words = f'that of the alert "{before.title}" before it: cause (it rose)'
+    words = f'as in the earlier alert "{before.title}": cause (it rose)'
     expected = sentence("Fact.", "", words, "do this") if is_inherited else open_one.text
     assert with_diagnosis(open_one, samples, earlier=[before, unclear]).text == expected
     told = Alert("Loss spike", expected, 995, "ERROR")  # it is passed on in the same words

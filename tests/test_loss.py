@@ -254,10 +254,10 @@ def test_what_the_rule_remembers_goes_on_in_another_process() -> None:
 @pytest.mark.parametrize(
     ("loss_from", "gradient_from", "said"),
     [
-        (28, 25, "The gradient moved first, at step 26, the loss at step 29."),
-        (25, 28, "The loss moved first, at step 26, the gradient at step 29."),
-        (27, 27, "The gradient and the loss moved together, at step 28."),
-        (99, 29, "The gradient moved at step 30 (50); the loss has not risen yet."),
+        (28, 25, "The gradient norm left its usual level first, at step 26, the loss at step 29."),
+        (25, 28, "The loss left its usual level first, at step 26, the gradient norm at step 29."),
+        (27, 27, "The gradient norm and the loss left their usual levels together, at step 28."),
+        (99, 29, "The gradient norm left its usual level at step 30 (50); the loss has not yet."),
         (99, 99, ""),
     ],
 )

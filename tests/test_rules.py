@@ -68,7 +68,7 @@ def test_infinities_of_both_signs_are_infs_and_no_nan():
 def test_layers_are_named_in_the_backwards_order_five_of_them_and_how_many_more():
     sample = sample_of({f"layer{i}": [NAN] for i in range(8)} | {"head": [1.0]})
     (alert,) = NaNGradient().check(sample)
-    assert "in the backward's order first in layer7." in alert.text
+    assert "which the backward reached first in layer7." in alert.text
     assert "layer7 (1 of 1 elements), layer6" in alert.text
     assert "layer3 (1 of 1 elements), and 3 more." in alert.text  # 8 layers, five shown
     assert "layer2" not in alert.text

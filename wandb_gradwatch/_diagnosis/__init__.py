@@ -35,7 +35,7 @@ _MOVEMENTS: Final = ("Exploding gradient", "Loss spike", "Non-finite loss", *NON
 _EPISODE: Final = 40  # number of samples before an alert that are searched for its cause
 _LASTING: Final = ("Optimizer without the model",)  # titles of faults that stay, however long ago they were reported
 _NOT_CLEAR: Final = "not clear"
-_WAKE: Final = 'that of the alert "'
+_WAKE: Final = 'as in the earlier alert "'
 _AS_PROBABLE: Final = 0.1  # difference in confidence up to which two causes are equally probable
 
 
@@ -120,7 +120,7 @@ def _in_the_wake(alert: Alert, history: Snapshot, earlier: Sequence[Alert]) -> A
         num_since = np.count_nonzero((history.steps > one.step) & (history.steps <= alert.step))
         is_near = one.title in _LASTING or (one.level == "ERROR" and num_since <= _EPISODE)
         if is_near and one.step <= alert.step and cause and not cause.startswith(_NOT_CLEAR):
-            words = cause if cause.startswith(_WAKE) else f'{_WAKE}{one.title}" before it: {cause}'
+            words = cause if cause.startswith(_WAKE) else f'{_WAKE}{one.title}": {cause}'
             return alert.because(words, remedy.partition("\n")[0].removesuffix("."))
     return alert
 

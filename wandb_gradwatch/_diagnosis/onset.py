@@ -1,4 +1,4 @@
-"""Finds when a norm left its level, and what moved first: an update or the gradient, the gradient or the loss."""
+"""Finds when a norm left its usual level, and what came first: an update or the gradient, the gradient or the loss."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def onset_of(log_norm_N: FloatArray, clean_N: npt.NDArray[np.int64], parameters:
 
 
 def which_moved_first(history: Snapshot) -> str:
-    """Return whether the gradient or the loss moved first in a history that ends at an alert; "" if it is too short."""
+    """Return in words whether the gradient or the loss rose first in the history before an alert; "" if unknown."""
     loss_S = history.metrics.get(keys.LOSS)
     if loss_S is None or not len(history):
         return ""
@@ -93,14 +93,14 @@ def which_moved_first(history: Snapshot) -> str:
         return ""
     gradient, loss = _onset_in(norm_S, seen_S), _onset_in(loss_S, seen_S)
     if gradient is None:
-        return "" if loss is None else f"The loss moved first, at step {_at(history, loss, loss_S)}."
+        return "" if loss is None else f"The loss left its usual level first, at step {_at(history, loss, loss_S)}."
     if loss is None:
-        return f"The gradient moved at step {_at(history, gradient, norm_S)}; the loss has not risen yet."
+        return f"The gradient norm left its usual level at step {_at(history, gradient, norm_S)}; the loss has not yet."
     if gradient == loss:
-        return f"The gradient and the loss moved together, at step {int(history.steps[loss])}."
-    first, then = ("gradient", "loss") if gradient < loss else ("loss", "gradient")
+        return f"The gradient norm and the loss left their usual levels together, at step {int(history.steps[loss])}."
+    first, then = ("gradient norm", "loss") if gradient < loss else ("loss", "gradient norm")
     begin, end = sorted((int(history.steps[gradient]), int(history.steps[loss])))
-    return f"The {first} moved first, at step {begin}, the {then} at step {end}."
+    return f"The {first} left its usual level first, at step {begin}, the {then} at step {end}."
 
 
 def _onset_in(values_S: FloatArray, seen_S: npt.NDArray[np.bool_]) -> int | None:

@@ -31,7 +31,7 @@ def _broken_parameter(snapshot: Snapshot, sample: int) -> tuple[str, str] | None
     if not broken.size:
         return None
     cause = f"the parameter {snapshot.names[broken[0]]} was already non-finite before this step"
-    return cause, "load the last good checkpoint; the update that broke it had too high a learning rate or no clipping"
+    return cause, "load the last good checkpoint, then lower the learning rate or clip: too large an update broke it"
 
 
 def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
@@ -81,7 +81,7 @@ class _NonFiniteGradient(ShippedRule):
             return finding(self.title, fact, layers, _CAUSE_AFTER, _REMEDY_AFTER, step, "ERROR")
         fact = (
             f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), "
-            f"in the backward's order first in {snapshot.names[backward[0]]}"
+            f"which the backward reached first in {snapshot.names[backward[0]]}"
             + (f", on rank {rank:.0f}." if rank == rank else ".")
         )
         if (output := _first_nonfinite_output(snapshot, sample)) is not None:

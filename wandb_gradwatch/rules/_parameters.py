@@ -131,7 +131,7 @@ class PoorInitialisation(ShippedRule):
         return None
 
     def _alert(self, step: int, fact: str, cause: str) -> Alert:
-        remedy = "initialise at random with torch.nn.init.kaiming_normal_ or xavier_uniform_ and the activation's gain"
+        remedy = "initialise weights with kaiming_normal_ or xavier_uniform_ and the activation's gain, biases near 0"
         return finding(self.title, f"Step {step}: {fact}.", "", cause, remedy, step, "WARN")
 
 
@@ -284,8 +284,8 @@ class FastParameters(ShippedRule):
             yield self._grown(step, words, self._recent[-1], most, _JUMP_CAUSE, _JUMP_REMEDY, "WARN")
         elif product_P.max() > most:
             words = (
-                f"grown {number(self.max_factor)} times or more by {len(recent) - 1} of the last {len(recent)} "
-                "updates, all but the largest"
+                f"grown {number(self.max_factor)} times or more in all by {len(recent) - 1} of the last {len(recent)} "
+                "updates, without the largest"
             )
             yield self._grown(step, words, product_P, most, _CAUSE, advice, "ERROR")
 

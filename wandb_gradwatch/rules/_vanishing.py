@@ -52,7 +52,7 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
         "them tell them apart",
         "check what follows these layers: gates, scales, weights of the loss; normalise its inputs",
     ),
-    "coarse": ("float16 underflow", "use torch.amp.GradScaler, do not divide the loss so far, or use bfloat16"),
+    "coarse": ("float16 underflow", "use torch.amp.GradScaler, divide the loss by less, or use bfloat16"),
 }
 
 

@@ -71,7 +71,7 @@ def _or_other_data(evidence: Evidence, sample: int) -> tuple[str, str]:
         return f"{remedy}; lower the learning rate of {name}", rival
     if evidence.has_usual_loss(sample):
         return f"{remedy}; test the backward with torch.autograd.gradcheck", _BACKWARD
-    return f"{remedy}; look at what has changed in the data if it stays", _OTHER_DATA
+    return f"{remedy}; if the norm stays high, look at what has changed in the data", _OTHER_DATA
 
 
 def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
@@ -106,7 +106,7 @@ def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
     what = "every layer" if bad_L[present].all() else "the loss"
     words = f"at step {evidence.step(sample)} {what} is non-finite{norms}{evidence.note_of(sample)}"
     remedy = (
-        "look at the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
+        "check the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
         f"{_against_a_bad_batch(evidence, sample)}; {_TRACE}: add an epsilon to it, or clamp its inputs"
     )
     return Diagnosis(NONFINITE_BATCH, 0.75, words, remedy, f"{NONFINITE_FORWARD}; {_APART}")
@@ -175,7 +175,7 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
     present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
     bad = [int(index) for index in present if nan_L[index]]
     clean_after = [int(index) for index in present if bad and index > bad[-1]]
-    remedy = f"add an epsilon inside sqrt, log and divisions, look for values that overflow before it; {_TRACE}"
+    remedy = f"add an epsilon inside sqrt, log and divisions, and look for values that overflow before these; {_TRACE}"
     names, step = evidence.layers.by_module.names, evidence.step(sample)
     if bad and (clean_after or evidence.has_good_loss(sample)):
         where = (
@@ -187,7 +187,7 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
         if _received_nonfinite(evidence, sample, bad[-1]):
             words += ", in its weights but not in its bias: the inputs of this layer are not finite"
             cause = NONFINITE_BATCH if bad[-1] == present[0] else NONFINITE_FORWARD
-            return Diagnosis(cause, 0.85, words, f"look at the batch of this step; {_TRACE}; {remedy}")
+            return Diagnosis(cause, 0.85, words, f"look at the batch of this step; {remedy}")
         if (factor := evidence.loss_factor(sample)) > _OVERFLOWS:
             words = f"at step {step} the loss is {number(factor)}x the largest before it"
             rival = "one bad batch; a look at that batch tells them apart"

@@ -47,7 +47,7 @@ def underflow(evidence: Evidence) -> Diagnosis | None:
     )
     octaves = forecast(history)["fp16"].headroom
     fits = f" (up to 2^{int(octaves)} the largest gradient seen still fits)" if octaves >= 1 else ""
-    remedy = f"use torch.amp.GradScaler or a larger loss scale{fits}, do not divide the loss so far, or use bfloat16"
+    remedy = f"use torch.amp.GradScaler or a larger loss scale{fits}, divide the loss by less, or use bfloat16"
     return Diagnosis(UNDERFLOW, 0.95, words, remedy)
 
 
@@ -78,7 +78,7 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
     dead = [index for index in range(len(names)) if dead_L[index] > 0.5]
     if not dead:
         return None
-    words = "no gradient at all for " + listing([f"{100 * dead_L[index]:.0f} % of {names[index]}" for index in dead])
+    words = "units without gradient: " + listing([f"{100 * dead_L[index]:.0f} % of {names[index]}" for index in dead])
     remedy = (
         "check what follows the layer (masks, dropout, its use) and its bias; lower the learning rate, use LeakyReLU "
         "or GELU"
