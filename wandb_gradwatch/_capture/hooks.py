@@ -117,7 +117,7 @@ class BackwardHooks:
                 if hooks is not None and parameter._backward_hooks is None:  # works for a frozen parameter too
                     parameter._backward_hooks, hooks.slot[0] = hooks.table, slot
                 elif parameter.requires_grad:
-                    hooks = self._hooks[number] = self._register(slot, parameter)  # known at once: Ctrl-C may follow
+                    hooks = self._hooks[number] = self._register(slot, parameter)  # stored at once: Ctrl-C may follow
                 else:
                     continue
                 current[number] = hooks

@@ -218,7 +218,7 @@ class ExplodingGradient(ShippedRule):
             return math.inf
         # Ten steps in a row say little about the hundredth step after them.
         if min(past.num_survived, len(norms) - 1) < _FIRST:
-            # One sample is hardly a history, unless the updates moved the parameters: MoCo's queue is filled after it.
+            # One sample is no history unless updates moved the parameters: MoCo, for example, then fills its queue.
             factor = self.first_factor if past.num_survived > 1 or moved else max(self.first_factor, _AT_ONCE)
             return past.record + math.log(factor) + (0.0 if moved else 0.5 * math.log(gap))
         survived = past.record + math.log(self.record_factor)

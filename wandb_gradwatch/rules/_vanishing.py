@@ -292,8 +292,8 @@ class DeadGradient(ShippedRule):
         suddenly_L = all_dead_L & (row_L >= 2)
         if suddenly_L.any():
             never_L = suddenly_L & (before_L == 0)
-            # Dead units give what follows them inputs of 0. A loss that does without an output for some samples (a
-            # clipped value loss, free bits, a hinge that is satisfied) leaves the same zeros, and nothing after them.
+            # Dead units give the next layer inputs of 0. A loss that ignores an output in some samples (a clipped value
+            # loss, free bits, a satisfied hinge loss) makes the same zeros, but gives no layer inputs of 0.
             chance_L = np.where(_feed_nothing(all_dead_L, empty_L, present_L), chance_L, chance_L ** (1 / ALIKE))
             suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(snapshot, sample, never_L)
             suddenly_L &= ~(never_L & _is_held_up(snapshot, sample))
