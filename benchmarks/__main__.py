@@ -1,7 +1,7 @@
-"""What watching gradients costs here, and what others cost: prints a table and writes it as JSON.
+"""Measure the cost of this package and of other monitors on this machine: prints a table and writes JSON.
 
 python -m benchmarks [--models mlp resnet50 gpt2 1b] [--monitors gradwatch ...] [--pairs 100] [--json FILE]
-python -m benchmarks --quick    # the tiny MLP alone, and few pairs: within two minutes
+python -m benchmarks --quick    # only the tiny MLP, with few pairs: takes two minutes
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wandb_gradwatch._measure.measure import compile_for_cpu
 
 RESULTS = Path(__file__).parent / "results"
 _QUICK_PAIRS = 50
-_NEEDED_GIB = {"1b": 12.0}  # parameters, gradients and the gradients to hand out, with room for a monitor's copies
+_NEEDED_GIB = {"1b": 12.0}  # parameters, gradients, prepared gradients, and room for a monitor's copies
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 
     device = torch.device(arguments.device)
     if device.type == "cpu" and is_installed():
-        compile_for_cpu("compiled")  # what a training meets after its first seconds, not while the first block runs
+        compile_for_cpu("compiled")  # otherwise compiled in the background during the first blocks
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     everything = [key for key in TASKS if key != "1b" or device.type == "cuda"]
@@ -55,7 +55,7 @@ def main() -> None:
         results["tasks"].append(asdict(task))
     path = arguments.json or RESULTS / f"{'quick' if arguments.quick else device.type}.json"
     if not (arguments.json or arguments.quick or arguments.models):
-        (RESULTS / "quick.json").unlink(missing_ok=True)  # which came first in the tables, and is older now
+        (RESULTS / "quick.json").unlink(missing_ok=True)  # it would precede the new results in the tables, but is older
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(render(results))

@@ -1,8 +1,8 @@
-"""How long measure() takes on the CPU, in reads of the gradients.
+"""Time measure() on the CPU, in units of one read of the gradients.
 
-One read is torch.dot of every gradient with itself. Each figure is the median over rounds of time / read, both taken in
-the same round on one thread, so that a machine that changes its mind between rounds does not change the figure. The row
-"read again" is the read against itself: how far from 1 it is tells how far to trust the others.
+One read is torch.dot of every gradient with itself. Each figure is the median over rounds of time / read, both timed in
+the same round on one thread, so that changes of the machine's speed between rounds cancel. The row "read again" is the
+read in units of itself: its distance from 1 is the noise of all figures.
 
     python -m benchmarks.cpu_rows [--models MLP ...] [--backends cpu compiled ...] [--dtype float32] [--zeros 0.5]
         [--nans 0.01] [--rounds 9] [--json FILE]
@@ -29,14 +29,14 @@ from wandb_gradwatch._measure.measure import measure, measure_received
 
 
 def median_ratios(candidates: dict[str, Callable[[], object]], rounds: int) -> tuple[float, dict[str, float]]:
-    """Time the candidates in turn; the first is the unit. Returns its seconds and each one's median ratio to it."""
+    """Time the candidates in turn; the first is the unit. Return its seconds and every candidate's median ratio."""
     unit = next(iter(candidates))
     ratios: dict[str, list[float]] = {name: [] for name in candidates}
     seconds = []
     for round_number in range(rounds + 1):
         times = {name: _seconds(candidate) for name, candidate in candidates.items()}
         if round_number == 0:
-            continue  # memory is touched and code loaded for the first time
+            continue  # the first round touches memory and loads code for the first time
         seconds.append(times[unit])
         for name, taken in times.items():
             ratios[name].append(taken / times[unit])
@@ -44,7 +44,7 @@ def median_ratios(candidates: dict[str, Callable[[], object]], rounds: int) -> t
 
 
 def _seconds(candidate: Callable[[], object], at_least: float = 0.005) -> float:
-    """Time of one call, repeated until a clock's grain and a call's luck no longer matter."""
+    """Return the seconds of one call, averaged over enough calls for the resolution of the clock."""
     repeats = 0
     start = time.perf_counter()
     while True:
@@ -58,7 +58,7 @@ def _seconds(candidate: Callable[[], object], at_least: float = 0.005) -> float:
 def candidates_for(
     gradients: list[torch.Tensor], parameters: list[torch.Tensor], backends: list[str]
 ) -> dict[str, Callable[[], object]]:
-    same = [g.float().flatten() for g in gradients]  # the read is of float32 elements, whatever the dtype
+    same = [g.float().flatten() for g in gradients]  # the read uses float32 elements for every dtype
 
     def read() -> None:
         for gradient in same:

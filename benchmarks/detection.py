@@ -1,9 +1,9 @@
-"""Which faults a sparse cadence finds, and how late: the same training at each of some. Writes docs/detection.md and
+"""Measure which faults are detected at sparse cadences, and with which delay. Writes docs/detection.md and
 benchmarks/results/detection.json.
 
-A tiny MLP is trained; twenty times something happens to its loss: it is NaN for good, it is 10,000 times as large and
-stays so, or it is 100 times as large for one step. When a fault's part of the training is over, parameters and the
-rules' memory are put back to what they were before it, so that each fault meets the same rules.
+A tiny MLP is trained with twenty faults of its loss: it becomes NaN permanently, it becomes 10,000 times larger
+permanently, or it is 100 times larger for one step. After each fault's part of the training, the parameters and the
+state of the rules are restored to those before the fault, so that each fault meets the same rules.
 
     python -m benchmarks.detection [--steps 100000] [--faults 20]
 """
@@ -39,12 +39,12 @@ RESULTS = Path(__file__).parent / "results/detection.json"
 
 @dataclass(frozen=True)
 class Kind:
-    """What happens to the loss."""
+    """A kind of fault of the loss."""
 
     name: str
     factor: float
     stays: bool
-    titles: tuple[str, ...]  # of the findings that name it
+    titles: tuple[str, ...]  # titles of the alerts that count as detection
 
 
 KINDS = (
@@ -61,7 +61,7 @@ CADENCES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One of them: its first step, and the last step of its part of the training."""
+    """A fault: its first step, and the last step of its part of the training."""
 
     kind: Kind
     first: int
@@ -73,7 +73,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule said, and at which step of the training it did."""
+    """An alert of a rule, and the step of the training at which the rule returned it."""
 
     title: str
     step: int
@@ -81,7 +81,7 @@ class Finding:
 
 
 class Noted(Rule):
-    """A rule whose findings are noted, all of them, not only those that begin an episode."""
+    """Wrap a rule and record all its alerts, not only the first of an episode."""
 
     def __init__(self, rule: Rule, training: Training) -> None:
         self._rule, self._training = rule, training
@@ -100,7 +100,7 @@ class Noted(Rule):
 
 
 class Training:
-    """The tiny MLP with its faults, under one cadence."""
+    """The training of the tiny MLP with its faults, at one cadence."""
 
     def __init__(self, faults: list[Fault], **cadence: Any) -> None:
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ class Training:
         self._cadence = cadence
 
     def run(self) -> Training:
-        optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-6)  # nothing happens but the faults
+        optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-6)  # so small that only the faults change anything
         counter = _Counter()
         with wandb_gradwatch.watch(self._model, sinks=[counter], rules=self._rules, **self._cadence):
             for fault in self._faults:
@@ -132,7 +132,7 @@ class Training:
         return self
 
     def lateness(self, fault: Fault) -> int | None:
-        """Steps from a fault to the first word about it; None: there was none."""
+        """Return the number of steps from a fault to its first alert; None: it was not detected."""
         said = [
             finding.said_at
             for finding in self.findings
@@ -154,7 +154,7 @@ class _Counter(wandb_gradwatch.Sink):
 
 
 def plan(steps: int, num_faults: int) -> list[Fault]:
-    """Equal parts of the training, each with a fault at a random step of its middle third."""
+    """Divide the training into equal parts, each with a fault at a random step of its middle third."""
     chance, part = random.Random(0), steps // num_faults
     kinds = [KINDS[i % len(KINDS)] for i in range(num_faults)]
     chance.shuffle(kinds)
@@ -164,10 +164,10 @@ def plan(steps: int, num_faults: int) -> list[Fault]:
 
 
 def trained(cadence: str, faults: list[Fault]) -> dict[str, Any]:
-    """The results of the training at this cadence."""
+    """Run the training at this cadence and return its results."""
     torch.set_num_threads(1)
     if is_installed():
-        compile_for_cpu("compiled")  # what a training meets after its first seconds
+        compile_for_cpu("compiled")  # otherwise compiled in the background during the first steps
     return Training(faults, **CADENCES[cadence]).run().results(faults)
 
 
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=20)
     arguments = parser.parse_args()
     faults = plan(arguments.steps, arguments.faults)
-    # The longest first, and two side by side: each trains on one thread.
+    # The longest training first, two at a time: each uses one thread.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {name: pool.submit(trained, name, faults) for name in reversed(CADENCES)}
         cadences = {name: running[name].result() for name in CADENCES}

@@ -1,4 +1,4 @@
-"""A CUDA driver that is not there: Triton compiles for a GPU that a test chooses, and launches what a test says."""
+"""A fake CUDA driver for Triton: it compiles for a chosen GPU, and passes each launch to a function of the test."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-_PTX_OF: dict[bytes, str] = {}  # of a kernel's machine code: Triton keeps kernels longer than a test has a driver
+_PTX_OF: dict[bytes, str] = {}  # by machine code; global, because Triton keeps kernels longer than a test its driver
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _Launch = Callable[[str, int, tuple[Any, ...]], None]
 
 
 class FakeDriver:
-    """What Triton asks of a driver.
+    """The functions of a driver that Triton calls.
 
     Args:
-        capability: of the GPU: 90 is that of an H100.
+        capability: the compute capability of the GPU: 90 is that of an H100.
         launch: called with the PTX, the number of programs and the arguments of each launch.
     """
 
@@ -36,7 +36,7 @@ class FakeDriver:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return self._capability  # what was compiled for another GPU must not be launched on this one
+        return self._capability  # so that Triton does not reuse kernels that were compiled for another GPU
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -61,7 +61,7 @@ class FakeDriver:
 
 @contextlib.contextmanager
 def installed(fake: FakeDriver) -> Iterator[FakeDriver]:
-    """Make Triton use the driver in here."""
+    """Make Triton use this driver inside the context."""
     initialise, before = CompiledKernel.__init__, dict(vars(driver))
 
     def remembering(self: Any, *args: Any, **kwargs: Any) -> None:

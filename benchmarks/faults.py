@@ -1,8 +1,8 @@
-"""Trouble on purpose, and a count of what came through: rows that were logged against rows that arrived.
+"""Inject failures, and compare the rows that arrived with the rows that were logged.
 
-The W&B server is one on the loopback interface that answers 500, hangs, drops connections or is gone; the process is
-killed, forked, its disk is full, its clock jumps; a sink and a rule raise. Every scenario trains the same small model
-and logs rows of its own beside the monitor's. Exit status 1 if a row is missing or there twice.
+A W&B server on the loopback interface answers 500, hangs, drops connections or disappears; the process is killed or
+forked, its disk is full, its clock jumps; a sink and a rule raise. Every scenario trains the same small model and logs
+the user's rows beside those of the monitor. The exit status is 1 if a row is missing or duplicated.
 
     python -m benchmarks.faults [--steps 3000] [--json FILE]
 """
@@ -43,18 +43,18 @@ _QUIET = {"console": "off", "disable_git": True, "silent": True, "x_disable_stat
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a scenario did and what came through."""
+    """The result of a scenario: what was logged, and what arrived."""
 
     scenario: str
-    steps_per_s: float | None  # None: processes that do not live to tell
+    steps_per_s: float | None  # None: the process was killed
     faults: int
     ours: Tally
     users: Tally
-    messages: int  # of the monitor's, on the logger
+    messages: int  # number of messages that the monitor logged
 
 
 class TroubledServer(LoopbackServer):
-    """Answers every second request with trouble, at most `limit` of them, and counts."""
+    """Let every second request fail, at most `limit` of them, and count the failures."""
 
     def __init__(self, trouble: Trouble | None = None, limit: int = 0) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class TroubledServer(LoopbackServer):
 
 
 class Messages(logging.Handler):
-    """Counts what the monitor says."""
+    """Count the monitor's log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ def counted_messages() -> Iterator[Messages]:
 
 @contextmanager
 def started(directory: str, server: LoopbackServer | None = None) -> Iterator[Any]:
-    """A run that is finished with the block."""
+    """Start a run that is finished at the end of the block."""
     if server is None:
         settings = wandb.Settings(mode="offline", **_QUIET)
     else:
         settings = server.settings(**_QUIET, finish_timeout=60.0)
-        settings.x_file_stream_transmit_interval = 0.1  # many requests, so that there is something to fail
+        settings.x_file_stream_transmit_interval = 0.1  # many requests, so that enough of them fail
     run = wandb.init(project="faults", dir=directory, reinit="create_new", settings=settings)
     try:
         yield run
@@ -109,7 +109,7 @@ def started(directory: str, server: LoopbackServer | None = None) -> Iterator[An
 
 
 def train(run: Any, steps: int, at: Callable[[int], None] | None = None, **options: Any) -> float:
-    """Train with the gradient {3, 4} and log as users do; steps per second."""
+    """Train with the gradient {3, 4} and log a loss per step; return the steps per second."""
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     batch = torch.tensor([[3.0, 4.0]])
@@ -128,7 +128,7 @@ def train(run: Any, steps: int, at: Callable[[int], None] | None = None, **optio
 
 
 def counted(rows: list[dict[str, Any]], steps: int) -> tuple[Tally, Tally]:
-    """Our rows and the user's, against what `steps` steps must have logged; a wrong number counts as a lost row."""
+    """Compare the rows with those that `steps` steps must have logged; a wrong value counts as a lost row."""
     right = [row for row in rows if row.get("gradwatch/grad_norm", 5.0) == 5.0]  # 9 + 16 = 25
     ours = tally(list(range(LOG_EVERY, steps + 1, LOG_EVERY)), steps_of(right))
     users = tally(
@@ -141,7 +141,7 @@ def counted(rows: list[dict[str, Any]], steps: int) -> tuple[Tally, Tally]:
 
 
 def server_in_trouble(trouble: Trouble | None, limit: int, steps: int) -> Outcome:
-    """Every second request meets the trouble, at the training's beginning, in it and at its end."""
+    """Let every second request fail at the beginning, in the middle and at the end of the training."""
     with (
         tempfile.TemporaryDirectory() as directory,
         TroubledServer(trouble, limit) as server,
@@ -150,14 +150,14 @@ def server_in_trouble(trouble: Trouble | None, limit: int, steps: int) -> Outcom
         with started(directory, server) as run:
             speed = train(run, steps)
             if trouble == "hang":
-                threading.Timer(2.0, server.heal).start()  # those that hang are dropped then, and asked again
+                threading.Timer(2.0, server.heal).start()  # then hanging requests are dropped, and sent again
         ours, users = counted(server.runs[run.id].history, steps)
     names = {None: "none", "500": "server answers 500", "drop": "server drops connections", "hang": "server hangs"}
     return Outcome(names[trouble], speed, server.injected, ours, users, messages.count)
 
 
 def server_gone(steps: int) -> Outcome:
-    """It goes away after the run has begun: what the run would upload is counted in its file."""
+    """The server disappears after the start of the run: the rows in the run's own file are counted."""
     with tempfile.TemporaryDirectory() as directory, counted_messages() as messages:
         server = TroubledServer()
         server.__enter__()
@@ -174,7 +174,7 @@ def server_gone(steps: int) -> Outcome:
 
 
 def offline(scenario: str, steps: int, faults: int, **how: Any) -> Outcome:
-    """A scenario that needs no server."""
+    """Run a scenario that needs no server."""
     with tempfile.TemporaryDirectory() as directory, counted_messages() as messages:
         with started(directory) as run:
             speed = train(run, steps, **how)
@@ -184,7 +184,7 @@ def offline(scenario: str, steps: int, faults: int, **how: Any) -> Outcome:
 
 
 class BrokenSink(wandb_gradwatch.Sink):
-    """Raises whenever it is asked."""
+    """A sink that always raises."""
 
     def write(self, snapshot: object) -> None:
         raise OSError(28, "No space left on device")
@@ -212,7 +212,7 @@ def fork_at(every: int) -> Callable[[int], None]:
 
 
 def clock_jumps(steps: int) -> Outcome:
-    """Every call of time.time() is a day before or after the one before."""
+    """Make time.time() jump by a day, forward or back, at every call."""
     now, calls = time.time, iter(range(10**9))
 
     def jumping() -> float:
@@ -243,7 +243,7 @@ print("trained", flush=True)
 
 
 def processes_that_end(scenario: str, steps: int, ends: list[int], trouble: str) -> Outcome:
-    """What W&B kept of the user's rows is the measure: each of ours that was due by then must be there, once."""
+    """Each row of the monitor that was due by the last user's row that W&B kept must be there, once."""
     program = _PROGRAM.format(path=[str(ROOT), str(ROOT / "tests")])
     with tempfile.TemporaryDirectory() as folder:
         children = []
@@ -251,7 +251,7 @@ def processes_that_end(scenario: str, steps: int, ends: list[int], trouble: str)
             directory = Path(folder, str(number))
             directory.mkdir()
             command = [sys.executable, "-c", program, str(directory), str(steps), str(end), trouble]
-            # A W&B core of its own: this process's would outlive the child's death, and know nothing of its full disk.
+            # The child needs its own wandb-core: this process's would survive the child, and not see its full disk.
             child = subprocess.Popen(command, env=inherited(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             children.append((directory, child))
         tallies, messages = [], 0
@@ -269,7 +269,7 @@ def processes_that_end(scenario: str, steps: int, ends: list[int], trouble: str)
 
 
 def scenarios(steps: int) -> Iterator[Callable[[], Outcome]]:
-    """All of them, to be run one after the other."""
+    """Return all scenarios, to be run one after the other."""
     yield lambda: server_in_trouble(None, 0, steps)
     yield lambda: server_in_trouble("500", 10, steps)
     yield lambda: server_in_trouble("drop", 10, steps)
@@ -284,7 +284,7 @@ def scenarios(steps: int) -> Iterator[Callable[[], Outcome]]:
 
 
 def render(outcomes: list[Outcome]) -> str:
-    """A table in Markdown."""
+    """Return the results as a Markdown table."""
     lines = [
         "| trouble | steps/s | faults | rows due, ours + user's | lost | doubled | messages |",
         "|---|--:|--:|--:|--:|--:|--:|",

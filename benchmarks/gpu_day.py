@@ -1,10 +1,10 @@
-"""Everything that only a GPU can show, in order of worth, each part in a process of its own: `make gpu`.
+"""Run all tests and benchmarks that need a GPU, the most important first, each in its own process: `make gpu`.
 
     python -m benchmarks.gpu_day [--json FILE] [--only WORD ...]   # runs the parts, in nine minutes at most
     python -m benchmarks.gpu_day --page [--json FILE]   # writes docs/gpu.md and the README's table, on any machine
 
-Results are written after every part, so that a machine that goes away leaves what there is. A part that fails, takes
-too long or lacks a package is named in the results, and the rest goes on.
+Results are written after every part, so that they survive the loss of the machine. A part that fails, takes too long
+or lacks a package is named in the results, and the other parts still run.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from benchmarks.machine import describe_machine
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "benchmarks/results/gpu.json", ROOT / "docs/gpu.md"
-_JSON = "{json}"  # in a command: the file that it writes its figures to
+_JSON = "{json}"  # a placeholder in commands for the file to which figures are written
 
 
 class Part(NamedTuple):
-    """A command of Python's.
+    """A command line for Python.
 
     Args:
-        seconds: that it may take.
-        needs: packages without which it is left out.
+        seconds: the time limit.
+        needs: required packages; the part is left out if one is missing.
     """
 
     name: str
@@ -60,7 +60,7 @@ PARTS = (
 
 
 def run_part(part: Part) -> dict[str, Any]:
-    """Run a part to its end, or to the end of its time.
+    """Run a part to its end, or to its time limit.
 
     Returns:
         name; outcome: "passed", or why not; seconds; output: its last lines; figures: the JSON that it has written.

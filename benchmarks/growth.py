@@ -1,8 +1,8 @@
-"""How cost grows: with the number of tensors, series in W&B, samples, and ranks. Writes docs/growth.md.
+"""Measure how cost grows with the number of tensors, series in W&B, samples, and ranks. Writes docs/growth.md.
 
-What one machine can hold is measured: up to a few hundred ranks as processes. What it cannot, thousands of ranks, is
-computed from measured pieces: the bytes of one flush, what each place in a group sends of them, the time of a message,
-of a byte and of a request to the store.
+Up to a few hundred ranks run as processes on this machine. The cost of thousands of ranks is computed from measured
+quantities: the bytes of one flush, the share of them that each position in a group sends, and the time of a message, of
+a byte and of a request to the store.
 
     python -m benchmarks.growth [--tensors 10 148 ...] [--rounds 5] [--ranks 8 32 64 128] [--json FILE]
 """
@@ -38,14 +38,14 @@ from wandb_gradwatch.sinks import MemorySink, WandbSink
 # S samples in the window, P parameters, C columns, R ranks
 
 PAGE = Path(__file__).parent.parent / "docs/growth.md"
-SOAK = Path(__file__).parent / "results/soak.json"  # as `python -m benchmarks.soak --json` writes it
-ELEMENTS = 64  # of each tensor: the calls are counted here, not the reading
-SAMPLES = 50  # of a window, by default
+SOAK = Path(__file__).parent / "results/soak.json"  # written by `python -m benchmarks.soak --json`
+ELEMENTS = 64  # per tensor: small, so that the cost is that of the calls, not of reading
+SAMPLES = 50  # per window: the default
 RANKS = (8, 64, 1000, 10_000)
 
 
 def cost_of_tensors(num_tensors: int, rounds: int) -> dict[str, float]:
-    """Milliseconds that watching adds to a step of so many tensors, and what a row of them is in W&B."""
+    """Measure the milliseconds that watching adds to a step, and the size of a W&B row, by the number of tensors."""
 
     def make(device: torch.device) -> Trainee:
         return Trainee(TensorList([(ELEMENTS,)] * num_tensors, torch.float32), None)
@@ -62,7 +62,7 @@ def cost_of_tensors(num_tensors: int, rounds: int) -> dict[str, float]:
             for name, every in (("sampled", 1), ("not sampled", 1_000_000)):
                 options: dict[str, Any] = {"log_every": 1_000_000, "sample_every": every, "histogram_every": 0}
                 with wandb_gradwatch.watch(bench.model, sinks=[MemorySink(1)], **options):
-                    for _ in range(4):  # the first samples are compared by value too
+                    for _ in range(4):  # the first samples also compare gradients by value
                         bench.step(Attached())
                     measured[name].append(_median_ms(bench) - base)
         began = time.perf_counter()
@@ -74,12 +74,12 @@ def cost_of_tensors(num_tensors: int, rounds: int) -> dict[str, float]:
 
 
 def _median_ms(bench: Bench) -> float:
-    """Processor time, which other programs on the machine disturb less than the wall's."""
+    """Measure processor time, which other programs on the machine disturb less than wall time."""
     return statistics.median(cpu for _, cpu in bench.times(Attached(), bench.task.steps)) * 1e3
 
 
 def _row_of(bench: Bench) -> tuple[int, int]:
-    """Metric names and bytes of one row with histograms."""
+    """Return the number of metric names and the bytes of one row with histograms."""
     with offline_run() as run:
         bench.run = run
         keys: set[str] = set()
@@ -100,7 +100,7 @@ def _row_of(bench: Bench) -> tuple[int, int]:
 
 
 def window_of(num_parameters: int) -> RankWindow:
-    """A default window as a rank hands it to the reduction."""
+    """Return a window of the default length, as a rank passes it to the merge."""
     rows_PC = np.ones((num_parameters, NUM_COLUMNS))
     samples = tuple(
         ArrivedSample(Sample(step, False, ()), rows_PC, float("nan"), False) for step in range(1, SAMPLES + 1)
@@ -111,7 +111,7 @@ def window_of(num_parameters: int) -> RankWindow:
 
 
 def bytes_of_flush(num_parameters: int) -> dict[str, float]:
-    """What one rank gives to the all-reduces of one flush, and how long packing takes."""
+    """Return the bytes that one rank passes to the all-reduces of one flush, and the time that packing takes."""
     window = window_of(num_parameters)
     began = time.perf_counter()
     rows_SPC = np.stack([sample.rows for sample in window.samples])
@@ -125,7 +125,7 @@ def bytes_of_flush(num_parameters: int) -> dict[str, float]:
 
 
 def soaked(seen: dict[str, Any] | None) -> str:
-    """A run of benchmarks/soak.py in a table."""
+    """Return the results of benchmarks/soak.py as a table."""
     if seen is None:
         return ""
     lines = [
@@ -245,7 +245,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if importlib.util.find_spec("numba") is not None:
-        compile_for_cpu("compiled")  # what a training meets after its first seconds, not while the first block runs
+        compile_for_cpu("compiled")  # otherwise compiled in the background during the first block
     found: dict[str, Any] = {
         "machine": describe_machine(torch.device("cpu")),
         "rounds": arguments.rounds,

@@ -1,9 +1,9 @@
-"""Time monitors against the unwatched step, in pairs and in one process, and count what they send.
+"""Time monitors against an unwatched twin of their model, in pairs of blocks, and count what they send.
 
-A monitor's model and an unwatched twin of it are stepped by turns, in blocks so short that the machine's pace is the
-same in both, and in either order by turns. Of the differences within such pairs, the median says what a measured step
-costs; what all steps cost is a mean, as a median hides the steps that are rare and dear. One monitor is nothing at all:
-how far its figure is from 0 says how far to trust the others.
+The watched model and its twin are stepped in turn in the same process, in blocks so short that the machine's speed is
+the same in both, with alternating order. The cost of a sampled step is the median of the differences within pairs. The
+cost of all steps is a mean, because a median hides rare, expensive steps. One of the monitors does nothing: the
+distance of its figure from 0 is the noise of all figures.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from benchmarks.monitors import MONITORS, WARM_UP, Attached, Monitor, gradients
 from benchmarks.traffic import count_host_reads, monitor_rows, offline_run, peak_mib
 
 _TRAFFIC_STEPS = 3
-_MONITOR_SECONDS = 10.0  # the pairs of a slow monitor end here, with the cycle
+_MONITOR_SECONDS = 10.0  # after this time the pairs of a slow monitor end with the current cycle
 _FEWEST_PAIRS = 4
-_TRIMMED = 0.25  # of the pairs of one kind at either end: the machine has done something else meanwhile
+_TRIMMED = 0.25  # share of the pairs of one kind that is trimmed at either end, as disturbed by other programs
 
 
 @dataclass
 class Cost:
-    """What one monitor adds; milliseconds.
+    """The cost of one monitor, in milliseconds unless named otherwise.
 
     Args:
-        sampled_ms: to a step that it measures, median of the pairs.
-        amortised_ms: to a step of its real cadence, on average; see `_amortised`.
-        spread_ms: half of the range that holds the middle half of the pairs' `sampled_ms`.
-        sampled_cpu_ms: processor time of the process for a sampled step.
-        host_reads: values that a sampled step makes the host wait for.
-        row_bytes: of a row that it logs, as JSON, the user's own values not counted.
-        rows_per_step: rows that hold values of it.
-        peak_mib: by how much a watched step's peak of memory is above an unwatched one's.
-        steps_per_sample: of a monitor that chooses which steps it measures: one in how many that was.
+        sampled_ms: time that the monitor adds to a sampled step, median of the pairs.
+        amortised_ms: time that the monitor adds per step at its real cadence, on average; see `_amortised`.
+        spread_ms: half of the interquartile range of the pairs' `sampled_ms`.
+        sampled_cpu_ms: processor time that the monitor adds to a sampled step.
+        host_reads: number of values in a sampled step for which the host waits.
+        row_bytes: bytes of a logged row as JSON, without the user's own values.
+        rows_per_step: number of rows per step with values of the monitor.
+        peak_mib: difference of the peak memory of a watched and an unwatched step.
+        steps_per_sample: steps per sample of a monitor that chooses its own cadence.
     """
 
     sampled_ms: float
@@ -62,11 +62,11 @@ class Cost:
 
 @dataclass
 class TaskResult:
-    """One model's table.
+    """The results for one model.
 
     Args:
-        step_ms: a real unwatched step; None where there is none.
-        pass_ms: one `torch._foreach_norm` over all gradients.
+        step_ms: time of a real unwatched step; None if the task has no real step.
+        pass_ms: time of one `torch._foreach_norm` over all gradients.
     """
 
     name: str
@@ -81,27 +81,27 @@ class TaskResult:
 
 @dataclass
 class Pair:
-    """A block of unwatched steps and one of watched ones, in either order: wall and processor seconds of each step."""
+    """A block of unwatched and a block of watched steps, in either order: wall and processor seconds of each step."""
 
     unwatched: list[tuple[float, float]]
     watched: list[tuple[float, float]]
 
     def added(self, column: int) -> list[float]:
-        """Milliseconds by which each watched step was longer; column 0: of the wall, 1: of the processor."""
+        """Milliseconds by which each watched step took longer; column 0: wall time, 1: processor time."""
         base = statistics.median(step[column] for step in self.unwatched)
         return [(step[column] - base) * 1e3 for step in self.watched]
 
     def mean_added(self) -> float:
-        """Milliseconds of the wall by which the watched block was longer, per step."""
+        """Milliseconds of wall time per step by which the watched block took longer."""
         return (_mean_wall(self.watched) - _mean_wall(self.unwatched)) * 1e3
 
 
 @dataclass
 class Measured:
-    """Pairs of one monitor.
+    """The pairs of one monitor.
 
     Args:
-        samples, rows: places of the watched steps that it measured, and of those in which it wrote a row.
+        samples, rows: positions of the watched steps that it sampled, and of those in which it wrote a row.
     """
 
     pairs: list[Pair]
@@ -113,7 +113,7 @@ class Measured:
         return len(self.pairs[0].watched)
 
     def steps_of(self, number: int) -> range:
-        """The places of a pair's watched steps."""
+        """The positions of a pair's watched steps."""
         return range(number * self.block, (number + 1) * self.block)
 
     def share_of_steps(self, chosen: set[int]) -> float:
@@ -121,7 +121,7 @@ class Measured:
 
 
 class Clock:
-    """The wall's, which can be put forward, or stopped, between steps: a monitor that goes by time sees real ones."""
+    """A wall clock that can be advanced or stopped between steps, for monitors whose cadence depends on time."""
 
     def __init__(self) -> None:
         self._now, self._ahead = time.perf_counter, 0.0
@@ -134,7 +134,7 @@ class Clock:
 
 
 class Bench:
-    """One task, ready to be stepped."""
+    """A task with its model and optimizer, ready for steps."""
 
     def __init__(self, task: Task, device: torch.device, run: Any) -> None:
         torch.manual_seed(0)
@@ -156,7 +156,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def times(self, monitor: Attached, steps: int) -> list[tuple[float, float]]:
-        """Wall and processor seconds of each step."""
+        """Run steps; return wall and processor seconds of each."""
         taken: list[tuple[float, float]] = []
         for _ in range(steps):
             self.wait()
@@ -170,12 +170,12 @@ class Bench:
 def measure_task(
     task: Task, device: torch.device, monitors: list[Monitor], pairs: int, say: Callable[[str], None]
 ) -> TaskResult:
-    """Everything about one model."""
+    """Measure all monitors on one model."""
     with offline_run() as run, offline_run("create_new") as twins_run, contextlib.ExitStack() as stack:
         bench = Bench(task, device, run)
         for _ in range(WARM_UP):
             bench.step(Attached())
-        gc.freeze()  # what is there already: otherwise each monitor's collection looks through every imported package
+        gc.freeze()  # otherwise each monitor's garbage collection scans all imported packages
         stack.callback(gc.unfreeze)
         step_ms = _real_step_ms(bench) if task.batch else None
         parameters = list(bench.model.parameters())
@@ -200,17 +200,17 @@ def measure_task(
 
 
 def _cycle(task: Task, monitor: Monitor) -> int:
-    """How many steps the monitor's cycle has here."""
+    """Return the number of steps of the monitor's cycle in this benchmark."""
     return min(monitor.every, task.steps)
 
 
 def _measure(
     task: Task, device: torch.device, runs: tuple[Any, Any], monitor: Monitor, most: int, step_ms: float
 ) -> Measured:
-    """Pairs of new models, in whole cycles.
+    """Measure pairs of new models, in whole cycles.
 
-    A monitor that goes by time is given steps before, in which it finds its cadence. Its clock stands still during the
-    twin's steps, and where a light step stands for a real one, the rest of that one's time passes on the clock alone.
+    A monitor whose cadence depends on time first runs some steps to find its cadence. Its clock stops during the twin's
+    steps. If a light step replaces a real one, the clock is advanced by the difference of their times.
     """
     bench, twin = (Bench(task, device, run) for run in runs)
     clock, cycle = Clock(), _cycle(task, monitor)
@@ -232,7 +232,7 @@ def _measure(
         return not in_cycle and (len(pairs) >= most or (too_slow and len(pairs) >= _FEWEST_PAIRS))
 
     gc.collect()
-    gc.disable()  # a collection belongs to nobody's step
+    gc.disable()  # so that no step includes a garbage collection
     try:
         with mock.patch.object(time, "perf_counter", clock):
             attached = monitor.attach(bench.model, bench.run, steps_before if monitor.settles else cycle)
@@ -261,7 +261,7 @@ def _measure(
 
 
 def _cost(monitor: Monitor, measured: Measured, cycle: float) -> Cost:
-    """As of a monitor whose cycle is so many times its real one."""
+    """Return the cost of a monitor whose real cycle is `cycle` times shorter than the measured one."""
     wall, cpu = [], []
     for number, pair in enumerate(measured.pairs):
         sampled = [place % measured.block for place in measured.steps_of(number) if place in measured.samples]
@@ -284,18 +284,18 @@ def _cost(monitor: Monitor, measured: Measured, cycle: float) -> Cost:
 
 
 def _amortised(measured: Measured, cycle: float) -> float:
-    """Milliseconds per step, on average over whole cycles.
+    """Return milliseconds per step, on average over whole cycles.
 
-    What a sample or a row costs is spread over the steps after it, on threads of its own too: whole blocks are
-    compared. A mean of all pairs would be at the mercy of whatever else the machine does; a median, or a mean without
-    the most extreme pairs, would leave out those with the rare steps, which are the cost. So pairs with a row, with a
-    sample and with neither are trimmed apart, and their means count as often as there are such pairs: in a cycle that
-    is shorter than the real one, those with a row that much less often.
+    Whole blocks are compared, because the cost of a sample or a row extends to the steps after it and to other threads.
+    A mean of all pairs would include disturbances by other programs. A median or trimmed mean of all pairs would leave
+    out the pairs with rare, expensive steps. So pairs with a row, with a sample and with neither are trimmed
+    separately, and their means are weighted by their frequency in the real cycle, which may be longer than the cycle
+    that is measured.
     """
     kinds: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
     for number, pair in enumerate(measured.pairs):
         steps = measured.steps_of(number)
-        around = {steps.start - 1, *steps}  # a sample is delivered in the step after it
+        around = {steps.start - 1, *steps}  # a sample is delivered one step later
         kinds[bool(around & measured.rows), bool(around & measured.samples)].append(pair.mean_added())
     with_row = sum(len(added) for (has_row, _), added in kinds.items() if has_row) / len(measured.pairs)
     without = (1 - with_row * cycle) / (1 - with_row) if with_row < 1 else 0.0
@@ -345,7 +345,7 @@ def _pass_ms(bench: Bench) -> float:
 
 
 def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
-    """A few steps in a run of their own; what is in its file afterwards is what W&B would have got."""
+    """Run a few steps in a separate run; its file afterwards holds what W&B would receive."""
     steps = _TRAFFIC_STEPS
     with offline_run() as run:
         bench.run = run
@@ -358,7 +358,7 @@ def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
                 watched_peak = peak_mib(bench.device, lambda: bench.step(attached), steps)
         finally:
             attached.close()
-        run.log({"loss": 0.0})  # a place for what still waits
+        run.log({"loss": 0.0})  # a row for queued values to join
         file = Path(run.settings.sync_file)
         run.finish()
         rows, size = monitor_rows(file)
@@ -370,7 +370,7 @@ def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
 
 
 def chosen_monitors(names: list[str], device_type: str) -> list[Monitor]:
-    """Those that run here and whose name holds one of these, or all; always with A against A."""
+    """Return the monitors that run here and whose name contains one of these words, plus the one that does nothing."""
     installed = [monitor for monitor in MONITORS if monitor.runs_on(device_type)]
     if not names:
         return installed

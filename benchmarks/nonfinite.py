@@ -1,4 +1,4 @@
-"""What a search for the first bad operation costs: nothing until something fails, and then one slow step.
+"""Measure the cost of searching for the first bad operation: nothing until a failure, then one slow step.
 
 A step of GPT-2 small, plain, under `torch.autograd.detect_anomaly`, and traced; and a training of the tiny MLP with a
 guard, whose replay is on or off, in alternating pairs. Writes benchmarks/results/nonfinite.json, and the table into
@@ -35,7 +35,7 @@ _PAIRS = 15
 
 
 def seconds_of_a_step(task: str, around: Callable[[torch.nn.Module], AbstractContextManager[Any]], times: int) -> float:
-    """The median over some steps, each with `around` around it, after one that warms up."""
+    """Return the median time of some steps, each inside the context `around`, after one warm-up step."""
     torch.manual_seed(0)
     model = TASKS[task].make(torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -51,7 +51,7 @@ def seconds_of_a_step(task: str, around: Callable[[torch.nn.Module], AbstractCon
 
 
 def replay_on_over_off() -> list[float]:
-    """Seconds of guarded steps with the replay switched on over those with it off: a ratio for each pair."""
+    """Return the ratio of the times of guarded steps with and without replay, for each pair."""
     ratios = []
     models = {is_on: TASKS["mlp"].make(torch.device("cpu")) for is_on in (True, False)}
     optimizers = {is_on: torch.optim.AdamW(model.parameters(), lr=1e-5) for is_on, model in models.items()}
@@ -68,11 +68,11 @@ def replay_on_over_off() -> list[float]:
             seconds[is_on] = time.perf_counter() - began
         ratios.append(seconds[True] / seconds[False])
     wandb_gradwatch.unwatch()
-    return ratios[1:]  # the first warms up
+    return ratios[1:]  # the first pair is a warm-up
 
 
 def render(results: dict[str, Any]) -> str:
-    """The table, and what it was measured on."""
+    """Return the table, and a line about the machine."""
     machine, plain = results["machine"], results["seconds"]["plain"]
     rows = [f"| {name} | {seconds:.1f} s | {seconds / plain:.1f} |" for name, seconds in results["seconds"].items()]
     low, middle, high = (100 * (value - 1) for value in results["replay_on_over_off"])

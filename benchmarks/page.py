@@ -1,7 +1,7 @@
-"""How quickly the local page answers, and a run is read: `python -m benchmarks.page RUN`, into docs/page.md.
+"""Measure how fast the local page responds and a run is read: `python -m benchmarks.page RUN`, into docs/page.md.
 
-RUN is what `wandb-gradwatch view` takes; its records, again and again, are the file that is read, of 1 GB at the end.
-The page is that of a made-up run of 1,000 layers and 5,000 rows. It needs playwright and a chromium.
+RUN is an argument of `wandb-gradwatch view`; its records are repeated to make the files that are read, of up to 1 GB.
+The page shows a synthetic run of 1,000 layers and 5,000 rows. Needs playwright and Chromium.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ MEASURE: Final = """async (round) => {
 
 
 def large_run() -> RunHistory:
-    """1,000 layers, 5,000 rows, each layer's distribution at 20 of them, and an alert."""
+    """Return a run of 1,000 layers and 5,000 rows, with histograms of each layer at 20 of them, and an alert."""
     history = many_layers(num_rows=5_000)
     rng = np.random.default_rng(0)
     some = history.steps[::250]
@@ -98,7 +98,7 @@ def large_run() -> RunHistory:
 
 
 def measure_page(folder: Path) -> dict[str, Any]:
-    """Milliseconds of every interaction, of the first picture, and what the page takes."""
+    """Measure milliseconds to the first picture and of every interaction, and the memory of the page."""
     began = time.perf_counter()
     written = write_page(large_run(), folder / "page.html")
     found: dict[str, Any] = {"written_s": time.perf_counter() - began, "mb": written.stat().st_size / 1e6}
@@ -121,20 +121,20 @@ def measure_page(folder: Path) -> dict[str, Any]:
 
 
 def renderers() -> list[psutil.Process]:
-    """The browser's processes that draw pages."""
+    """Return the browser's renderer processes."""
     children = psutil.Process().children(recursive=True)
     return [child for child in children if "--type=renderer" in child.cmdline()]
 
 
 def heap_mb(client: Any) -> float:
-    """JavaScript's memory after a collection."""
+    """Return the size of the JavaScript heap after a garbage collection."""
     client.send("HeapProfiler.collectGarbage")
     metrics = {one["name"]: one["value"] for one in client.send("Performance.getMetrics")["metrics"]}
     return float(metrics["JSHeapUsedSize"]) / 1e6
 
 
 def repeated(source: Path, target: Path, megabytes: float) -> None:
-    """Write a run's file of this size: another's records again and again at later steps, in the format of W&B's log."""
+    """Write a run's file of this size in W&B's format, by repeating another run's records at later steps."""
     with source.open("rb") as file:
         records = list(records_of(file.read()))
     items = [item for record in records for item in record.history.item]
@@ -150,7 +150,7 @@ def repeated(source: Path, target: Path, megabytes: float) -> None:
 
 
 def records_of(data: bytes) -> Iterator[Any]:
-    """Every record of a run's file."""
+    """Yield every record of a run's file."""
     at, parts = len(HEADER), []
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -165,7 +165,7 @@ def records_of(data: bytes) -> Iterator[Any]:
 
 
 def write_record(file: Any, record: bytes) -> None:
-    """Append one record, cut at the ends of blocks."""
+    """Append one record, split at the ends of blocks."""
     rest, kinds = record, {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}
     is_first = True
     while is_first or rest:
@@ -181,16 +181,16 @@ def write_record(file: Any, record: bytes) -> None:
 
 
 def spent(command: list[str]) -> tuple[float, float]:
-    """Processor seconds and peak memory, in MB, of a command and what it starts."""
+    """Run a command; return the processor seconds and the peak memory, in MB, of it and its children."""
     told = subprocess.run([sys.executable, "-c", WRAPPED, *command], check=True, capture_output=True, text=True)
     seconds, megabytes = map(float, told.stdout.split())
     return seconds, megabytes
 
 
 def measure_reading(run: Path, folder: Path, megabytes: float) -> list[dict[str, float]]:
-    """MB a second of a processor and peak memory, ours and those of W&B's own reader, for three sizes of a file.
+    """Measure MB per processor second and peak memory of this package's reader and of W&B's, for three sizes of a file.
 
-    Ours are what comes on top of the imports.
+    The figures of this package's reader do not include its imports.
     """
     nothing = spent([sys.executable, "-c", READ.replace("read_run(sys.argv[1])", "None"), ""])
     rows = []

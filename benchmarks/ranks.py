@@ -1,9 +1,9 @@
-"""Real processes that merge over a tree of groups, as many as asked for: connections, bytes and time of each.
+"""Merge over a tree of groups with any number of real processes: connections, bytes and time of each.
 
     python -m benchmarks.ranks --ranks 64 [--group 32] [--numbers 100000]
 
-Every rank is a forked process that holds nothing but its part of the tree, about 4 MiB, so that hundreds fit on one
-machine. Times are those of this machine's few cores doing everybody's work.
+Every rank is a forked process that holds only its part of the tree, about 4 MiB, so that hundreds fit on one machine.
+The times include waiting for this machine's few cores, which all ranks share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from wandb_gradwatch._pipeline.rank_tree import GROUP, RankTree, places
 
 _WAIT = timedelta(seconds=120)
 _ROUNDS = 5
-_MERGES = 3  # a flush: that all agree, the sums, the extremes
+_MERGES = 3  # per flush: the agreement, the sums, the extremes
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(world: int, size: int, numbers: int) -> dict[str, Any]:
-    """Fork the ranks, let them merge; what rank 0, which is first in all its groups, and the median rank took."""
+    """Fork the ranks and let them merge; return the cost of the median rank and of rank 0, first in all its groups."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     with socket.socket() as free:
@@ -105,7 +105,7 @@ def _rank(rank: int, world: int, size: int, numbers: int, port: int) -> dict[str
     _all_here(store, "done", world)
     if rank == 0:
         if world > 1:
-            store.wait(["left"], _WAIT)  # the store's server is the last to go
+            store.wait(["left"], _WAIT)  # the process with the store's server ends last
     elif store.add("leaving", 1) == world - 1:
         store.set("left", "")
     return found
@@ -118,7 +118,7 @@ def _all_here(store: dist.TCPStore, name: str, world: int) -> None:
 
 
 def _bytes_written() -> int:
-    """What this process has written so far; gloo's messages are all that it writes."""
+    """Return the bytes that this process has written so far, which are all gloo's messages."""
     [line] = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar")]
     return int(line.split()[1])
 
@@ -127,7 +127,7 @@ def _bytes_written() -> int:
 
 
 def measured_tree(world: int) -> dict[str, Any]:
-    """That many processes merging over the tree, in an interpreter of their own: they are forked."""
+    """Run this module with that many ranks in a new interpreter, because the ranks are forked."""
     command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", str(world)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -135,7 +135,7 @@ def measured_tree(world: int) -> dict[str, Any]:
 
 
 def measure_pieces() -> dict[str, float]:
-    """What the figures for thousands of ranks are computed from."""
+    """Measure the quantities from which the figures for thousands of ranks are computed."""
     pair = measured_message()
     # 33 ranks: rank 0 is the first of a group of 32 below and one of two at the top, where it sends the values once.
     tree = measured_tree(GROUP + 1)
@@ -147,12 +147,12 @@ def measure_pieces() -> dict[str, float]:
 
 
 def measured_message() -> dict[str, float]:
-    """Two processes, over loopback: microseconds of a message, and bytes a second."""
+    """Measure microseconds per message and bytes per second between two processes over loopback."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "pair"
         multiprocessing.spawn(_pair, (str(path),), nprocs=2)
         found = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-    # Each of two sends 2 (R - 1) = 2 messages, and 2 (R - 1) / R = 1 times the data.
+    # Each of R = 2 ranks sends 2 (R - 1) = 2 messages, and 2 (R - 1) / R = 1 times the data.
     return {
         "message_us": found["small_us"] / 2,
         "gb_per_s": found["large_bytes"] / ((found["large_us"] - found["small_us"]) * 1e3),
@@ -179,11 +179,11 @@ def _all_reduce_us(tree: RankTree, values: FloatArray) -> float:
 
 
 def requests_per_second(count: int = 1000) -> float:
-    """What a TCPStore in a process of its own answers to one client, at the best of ten times."""
+    """Measure the requests per second of a TCPStore in another process for one client, the best of ten times."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         port = pool.apply(_serve)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        store.set("key", "x" * 120)  # about what a rank's address takes
+        store.set("key", "x" * 120)  # about the size of a rank's address
         taken = []
         for _ in range(10):
             began = time.perf_counter()
@@ -202,10 +202,10 @@ def _serve() -> int:
 
 
 def computed(num_bytes: float, ranks: int, pieces: dict[str, float]) -> dict[str, float]:
-    """One flush of so many bytes on rank 0, which is first in all its groups; its connections; the first meeting.
+    """Compute rank 0's cost of one flush of this many bytes, its connections, and the cost of connecting.
 
-    A reduction within a group passes 2 (n - 1) messages one after the other (a ring, then to the first), a broadcast
-    log2(n), the all-reduce at the top 2 (n - 1).
+    Rank 0 is the first of all its groups. A reduction in a group of n passes 2 (n - 1) messages in sequence (a ring,
+    then to the first), a broadcast log2(n), the all-reduce at the top 2 (n - 1).
     """
     levels = list(places(0, ranks, GROUP))
     factor = sum(2 * (place.size - 1) / place.size if place.is_top else pieces["first_sends"] for place in levels)

@@ -1,4 +1,4 @@
-"""What is in an offline run's file, row by row, as W&B's own reader sees it."""
+"""Read the rows of an offline run's file with W&B's own reader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 def history_rows(file: Path) -> list[dict[str, Any]]:
-    """The history rows of an offline run that has ended, in order; nested keys are joined by "."."""
+    """Return the history rows of an offline run that has ended, in order; nested keys are joined by "."."""
     from wandb.util import get_core_path
 
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--follow", "--idle-timeout", "10s"]
@@ -23,7 +23,7 @@ def history_rows(file: Path) -> list[dict[str, Any]]:
 
 
 class Tally(NamedTuple):
-    """Rows that should be there against rows that are."""
+    """The numbers of expected, found, lost and duplicated rows."""
 
     expected: int
     found: int
@@ -42,5 +42,5 @@ def tally(expected: Sequence[Any], found: Sequence[Any]) -> Tally:
 
 
 def steps_of(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """The steps of the monitor's rows."""
+    """Return the steps of the monitor's rows."""
     return [int(row["gradwatch/step"]) for row in rows if "gradwatch/grad_norm" in row]

@@ -1,8 +1,8 @@
-"""Pictures of the local page, to be looked at: `python -m benchmarks.screenshots DIRECTORY RUN [RUN ...]`.
+"""Take screenshots of the local page for inspection: `python -m benchmarks.screenshots DIRECTORY RUN [RUN ...]`.
 
-RUN is what `wandb-gradwatch view` takes. The first is drawn in all its states, and beside the others where there are
-any; a thousand layers are made up. `docs demo-run --only page workspace` makes the README's picture and that of the
-workspace, after `make demo`. It needs playwright and a chromium.
+RUN is an argument of `wandb-gradwatch view`. The first run is drawn in all states of the page, and compared with the
+others if there are any; a run with a thousand layers is synthetic. After `make demo`, `docs demo-run --only page
+workspace` makes the pictures of the README and of the workspace. Needs playwright and Chromium.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Shot:
     """One picture.
 
     Args:
-        name: of the file, without its suffix.
-        histories: what the page shows.
-        width: of the window.
-        height: of the window.
+        name: the name of the file, without its suffix.
+        histories: the runs on the page.
+        width: the width of the window.
+        height: the height of the window.
         scheme: "light" or "dark".
-        act: done before the picture is taken.
-        whole: the whole page, not the first screen.
-        prints: as it is printed.
-        preview: "report" or "workspace": what W&B would show, instead of the page.
+        act: actions on the page before the picture is taken.
+        whole: take the whole page, not only the first screen.
+        prints: use the print layout.
+        preview: "report" or "workspace": draw what W&B would show instead of the page.
     """
 
     name: str
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def shots(histories: list[RunHistory]) -> Iterator[Shot]:
-    """The states of the page that are worth a look."""
+    """Return the shots of all states of the page."""
     one = histories[:1]
     yield Shot("page", one, height=1500)
     yield Shot("first", one)
@@ -84,7 +84,7 @@ def shots(histories: list[RunHistory]) -> Iterator[Shot]:
 
 
 def open_alert(page: Any) -> None:
-    """Open the recorded steps around the first alert that has any."""
+    """Open the recorded steps around the first alert that has recorded steps."""
     page.locator(".around summary").first.click()
     page.locator(".alert", has=page.locator(".around")).first.scroll_into_view_if_needed()
 
@@ -114,7 +114,7 @@ def take(wanted: list[Shot]) -> Iterator[tuple[str, bytes]]:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser of playwright's."""
+    """Start a browser with playwright."""
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -125,7 +125,7 @@ def chromium() -> Iterator[Any]:
 
 
 def many_layers(num_blocks: int = 166, num_rows: int = 200) -> RunHistory:
-    """A made-up run of 1,000 layers whose block 90 explodes."""
+    """Return a synthetic run of 1,000 layers whose block 90 explodes."""
     rng = np.random.default_rng(0)
     kinds = ("norm.weight", "norm.bias", "attn.weight", "attn.bias", "mlp.weight", "mlp.bias")
     names = ["embed.weight", *(f"blocks.{block}.{kind}" for block in range(num_blocks) for kind in kinds)]

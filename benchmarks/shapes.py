@@ -1,4 +1,4 @@
-"""The true parameter shapes of a few models, without the models."""
+"""The parameter shapes of a few models."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A long run: does anything grow with the steps?
+"""Train for a long time, and check that resources do not grow with the number of steps.
 
-A tiny model is trained and watched for a million optimizer steps and logs to an offline run: a tenth of them with every
-step measured, the rest with one in ten. Printed at twenty points of each part: resident memory, open files, threads and
-Python objects; at the end their slopes, and which types of objects grew from every point to the next. Exit status 1 if
-something grew, or a row is missing.
+A tiny model is trained and watched for a million optimizer steps and logs to an offline run. A tenth of the steps are
+all sampled, of the rest every tenth. Resident memory, open files, threads and Python objects are printed at twenty
+points of each part, and at the end their slopes, and the types of objects that grew from every point to the next. The
+exit status is 1 if something grew, or a row is missing.
 
     python -m benchmarks.soak [--steps 1000000] [--minutes 10] [--json FILE]
 """
@@ -37,12 +37,12 @@ from wandb_gradwatch.sinks import Sink, WandbSink
 
 _POINTS = 20
 _WARM_UP = 5000  # steps after which every history and cache of fixed size is full
-_ALLOWED_MIB = 4.0  # between the first quarter of a part and its last: pages of the allocator come and go
+_ALLOWED_MIB = 4.0  # between the first and the last quarter of a part, because the allocator's memory varies
 
 
 @dataclass(frozen=True)
 class Part:
-    """A share of the steps, and how they are watched."""
+    """A share of the steps, and the options of watch() for them."""
 
     share: float
     sample_every: int
@@ -54,7 +54,7 @@ PARTS = (Part(0.1, sample_every=1, log_every=50), Part(0.9, sample_every=10, log
 
 @dataclass(frozen=True)
 class Look:
-    """What the process holds after so many steps."""
+    """The resources of the process after a number of steps."""
 
     step: int
     rss_mib: float
@@ -65,7 +65,7 @@ class Look:
 
 
 class CountingSink(Sink):
-    """Counts the rows that were handed out and the samples in them: what should be in the run's file."""
+    """Count the rows and samples that sinks receive, which should all be in the run's file."""
 
     def __init__(self) -> None:
         self.rows = self.samples = 0
@@ -74,15 +74,15 @@ class CountingSink(Sink):
         self.rows, self.samples = self.rows + 1, self.samples + len(snapshot)
 
     def alert(self, alert: Alert) -> None:
-        """Nothing is wrong in a soak: it would be a mistake of the rules."""
+        """Fail: the training is healthy, so an alert is a false alarm."""
         raise AssertionError(alert.text)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 class Soak:
-    """A watched training that can go on and on. A context manager.
+    """A watched training of any length, as a context manager.
 
     Args:
         run: the W&B run.
@@ -116,7 +116,7 @@ class Soak:
         self.watcher.remove()
 
     def steps(self, count: int) -> None:
-        """Train on."""
+        """Continue the training."""
         for _ in range(count):
             loss = self._model(self._batch).square().mean() + 1.0
             loss.backward()
@@ -128,13 +128,13 @@ class Soak:
 
 
 def count_objects() -> Counter[str]:
-    """Python objects that the collector knows, by type."""
+    """Return the number of Python objects that the garbage collector tracks, by type."""
     gc.collect()
     return Counter(type(thing).__name__ for thing in gc.get_objects())
 
 
 def look(step: int) -> Look:
-    """What the process holds now."""
+    """Return the current resources of the process."""
     process = psutil.Process()
     objects = count_objects()
     return Look(
@@ -148,7 +148,7 @@ def look(step: int) -> Look:
 
 
 def growing_types(counts: list[Counter[str]]) -> dict[str, int]:
-    """Types with more objects in every count than in the one before; one more is the count that was kept itself."""
+    """Return types whose number grew from every count to the next, by more than the stored count itself."""
     histories = {name: [count[name] for count in counts] for name in counts[-1]}
     return {
         name: history[-1] - history[0]
@@ -158,14 +158,14 @@ def growing_types(counts: list[Counter[str]]) -> dict[str, int]:
 
 
 def slopes(looks: list[Look]) -> dict[str, float]:
-    """Growth in a million steps of each number, by least squares over all points."""
+    """Return the growth of each number per million steps, by least squares over all points."""
     steps = [point.step / 1e6 for point in looks]
     names = ("rss_mib", "open_files", "threads", "objects")
     return {name: float(np.polyfit(steps, [getattr(point, name) for point in looks], 1)[0]) for name in names}
 
 
 def what_grew(looks: list[Look]) -> list[str]:
-    """In words, what is not flat; empty where all is."""
+    """Describe what has grown; empty if nothing has."""
     found = [f"{more} more {name}" for name, more in growing_types([point.by_type for point in looks]).items()]
     for name in ("open_files", "threads"):
         first, last = getattr(looks[0], name), getattr(looks[-1], name)
@@ -179,7 +179,7 @@ def what_grew(looks: list[Look]) -> list[str]:
 
 
 def soak(run: Any, part: Part, steps: int, deadline: float, points: int = _POINTS) -> dict[str, Any]:
-    """One part: train, look, and say what was seen; ends at the deadline of `time.perf_counter` at the latest."""
+    """Run one part and print its measurements; it ends at the deadline of `time.perf_counter` at the latest."""
     looks: list[Look] = []
     with Soak(
         run=run, sample_every=part.sample_every, log_every=part.log_every, user_logs_every=part.log_every

@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs/benchmarks.md"
-RESULTS = tuple(ROOT / f"benchmarks/results/{name}.json" for name in ("quick", "cpu", "cuda"))  # newer ones first
+RESULTS = tuple(ROOT / f"benchmarks/results/{name}.json" for name in ("quick", "cpu", "cuda"))  # newest first
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 OURS = "**wandb_gradwatch**"

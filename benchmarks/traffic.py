@@ -1,4 +1,4 @@
-"""What a monitor sends, reads and holds: rows of a run, values that the host waits for, memory."""
+"""Measure what a monitor sends, reads and holds: rows of a run, values for which the host waits, memory."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ QUIET = {
 
 
 def peak_mib(device: torch.device, step: Callable[[], None], steps: int) -> float:
-    """The most memory that the process has held during some steps; 0 where nobody says."""
+    """Return the peak memory of the process during some steps; 0 if the platform does not report it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the memory that is resident now
     for _ in range(steps):
         step()
     if device.type == "cuda":
@@ -51,9 +51,9 @@ def peak_mib(device: torch.device, step: Callable[[], None], steps: int) -> floa
 
 @contextlib.contextmanager
 def count_host_reads(device: torch.device) -> Iterator[list[int]]:
-    """How often the host asks for a value: on CUDA every synchronisation, on CPU what would be one there.
+    """Count how often the host reads a value: on CUDA every synchronisation, on the CPU what would be one on CUDA.
 
-    The CPU kernels of this package do their arithmetic on the host: that is not counted, as on CUDA others do it.
+    Arithmetic of this package's CPU kernels on the host is not counted, because CUDA kernels replace it on a GPU.
     """
     count = [0]
     if device.type == "cuda":
@@ -87,7 +87,7 @@ def count_host_reads(device: torch.device) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def offline_run(reinit: Literal["finish_previous", "create_new"] = "finish_previous") -> Iterator[Any]:
-    """A run whose file is in a temporary folder."""
+    """Start a run whose file is in a temporary folder."""
     with tempfile.TemporaryDirectory() as directory:
         run = wandb.init(project="benchmarks", dir=directory, settings=wandb.Settings(**QUIET), reinit=reinit)
         try:
@@ -97,7 +97,7 @@ def offline_run(reinit: Literal["finish_previous", "create_new"] = "finish_previ
 
 
 def monitor_rows(file: Path) -> tuple[int, int]:
-    """Rows that hold something beside the user's loss, and the bytes of that as JSON."""
+    """Return the rows with more than the user's loss, and the bytes of their other values as JSON."""
     sizes = []
     for row in history_rows(file):
         values = {key: value for key, value in row.items() if key != "loss" and not key.startswith("_")}
