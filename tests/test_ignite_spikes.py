@@ -317,7 +317,7 @@ def test_a_level_that_stays_becomes_the_usual_one() -> None:
         ({"stds": -1.0}, "stds=-1.0 must be a number, at least 0"),
         ({"factor": 0.5}, "factor=0.5 must be a number, at least 1"),
         ({"window": 1}, "window=1 must be a number of steps"),
-        ({"rule": bool, "stds": 3.0}, "pass rule=, or the limits"),
+        ({"rule": bool, "stds": 3.0}, "pass either rule= or the limits"),
     ],
     ids=str,
 )

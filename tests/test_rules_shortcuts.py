@@ -82,7 +82,7 @@ def shrinks(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
 
 
 def decays(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
-    rows[:, 4, Column.PARAM_SUM_SQ] *= 0.975 ** (2 * np.arange(len(rows)))  # 2.5 % of one weight's norm per step
+    rows[:, 4, Column.PARAM_SUM_SQ] *= 0.9 ** (2 * np.arange(len(rows)))  # 10 % of one weight's norm per step
 
 
 def decays_slowly(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:

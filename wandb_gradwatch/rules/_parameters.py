@@ -175,10 +175,10 @@ class FastParameters(ShippedRule):
     """Raises the alert "Parameters grow too fast" or "Parameters shrink" if updates change weights too much.
 
     Growth: for each weight, the second largest of five updates is checked, and the product of ten without the largest.
-    Shrinking: a weight loses 2 % or more per step in eight updates in a row, or too little is left of the first norm of
-    all parameters. A weight that begins at or near 0 may grow at any speed to the model's typical weight, or to half of
-    the size that preserves a signal. With five or more weights, the norm of all together may grow only half as fast as
-    that of a single weight.
+    Shrinking: most weights lose 2 % or more per step in eight updates in a row, one weight loses half of its norm in
+    them, or too little is left of the first norm of all parameters. A weight that begins at or near 0 may grow at any
+    speed to the model's typical weight, or to half of the size that preserves a signal. With five or more weights, the
+    norm of all together may grow only half as fast as that of a single weight.
 
     Args:
         max_growth: largest growth of a weight's norm per step after step 20. Healthy: at most 11 % (LSTM, rate 20).
@@ -230,8 +230,12 @@ class FastParameters(ShippedRule):
                 yield from self._growing(snapshot, seen.place)
             left, shrinking = self._left(snapshot, seen.place), np.zeros(0, dtype=np.intp)
             if np.minimum.reduce(self._recent[-1]) < math.log1p(-_SHRINKS):
-                last = list(self._recent)[-_SHRINK_SAMPLES:]
-                shrinks_P = (np.max(last, axis=0)[:-1] < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
+                last = np.array(list(self._recent)[-_SHRINK_SAMPLES:])[:, :-1]
+                shrinks_P = (last.max(axis=0) < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
+                # A decay shrinks most weights. The loss may shrink single ones, but does not halve them so quickly.
+                num_weights = np.count_nonzero(_are_weights(snapshot.names) & (size_P >= _MIN_WEIGHTS))
+                if 2 * np.count_nonzero(shrinks_P) <= num_weights:
+                    shrinks_P &= last.sum(axis=0) < -_AT_ONCE
                 shrinking = np.flatnonzero(shrinks_P)
             if left < self.min_left or shrinking.size:
                 yield self._shrinking(snapshot, seen.place, left, shrinking)
@@ -322,10 +326,8 @@ class FastParameters(ShippedRule):
         )
         if shrinking.size:
             have = "weight has" if len(shrinking) == 1 else "weights have"
-            fact = (
-                f"Step {step}: {len(shrinking)} {have} lost {number(100 * _SHRINKS)} % or more in each of the "
-                f"last {_SHRINK_SAMPLES} updates."
-            )
+            lost = f"lost {number(100 * _SHRINKS)} % or more in each of the last {_SHRINK_SAMPLES} updates"
+            fact = f"Step {step}: {len(shrinking)} {have} {lost}."
         elif self._recent[-1].min() < -_AT_ONCE:  # a decay by learning rate times weight decay takes less
             cause = (
                 f"not clear: either {cause}, or weights that were loaded or rescaled; what the script does at this "
