@@ -63,7 +63,8 @@ def run_part(part: Part) -> dict[str, Any]:
     """Run a part to its end, or to its time limit.
 
     Returns:
-        name; outcome: "passed", or why not; seconds; output: its last lines; figures: the JSON that it has written.
+        name; outcome: "passed", or the reason why not; seconds; output: its last 15 lines; figures: the contents of its
+        JSON file, or None.
     """
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing:
@@ -93,7 +94,7 @@ def run_part(part: Part) -> dict[str, Any]:
 
 
 def run_all(parts: Sequence[Part], path: Path) -> dict[str, Any]:
-    """Run the parts one after the other, and write the results after each."""
+    """Run the parts in order, and write the results after each part."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results: dict[str, Any] = {"machine": describe_machine(device), "parts": []}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,22 +106,23 @@ def run_all(parts: Sequence[Part], path: Path) -> dict[str, Any]:
 
 
 def page_of(results: dict[str, Any] | None, code: dict[str, Any] | None) -> str:
-    """docs/gpu.md.
+    """Return the text of docs/gpu.md.
 
     Args:
-        results: of a GPU, if there was one.
-        code: what kernel_code.py has read from the kernels' machine code.
+        results: the results of `run_all` on a GPU, or None.
+        code: the results of kernel_code.py, or None.
     """
     lines = ["# On a GPU", ""]
     if results is None:
         lines += [
-            "The kernels have not run on a GPU yet: their machine code is compiled for sm_80, 90, 100 and 120 and "
-            "executed in an emulator (`pytest -m slow`), and `make gpu` on a machine with a GPU fills this page.",
+            "The kernels have not run on a GPU yet. They are compiled to machine code for sm_80, sm_90, sm_100 and "
+            "sm_120, and an emulator executes this code (`pytest -m slow`). `make gpu` on a machine with a GPU "
+            "replaces this paragraph with measurements.",
         ]
     else:
         lines += _measured(results)
     if code is not None:
-        lines += ["", "## What the machine code takes", "", kernel_code_table.render(code)]
+        lines += ["", "## Resources of the kernels' machine code", "", kernel_code_table.render(code)]
     return "\n".join([*lines, ""])
 
 
@@ -145,7 +147,7 @@ def _measured(results: dict[str, Any]) -> list[str]:
 
 
 def readme_with(results: dict[str, Any] | None, text: str) -> str:
-    """The README with the table of the kernels, where they were measured."""
+    """Return the README's text, with the table of the kernels replaced if the results contain one."""
     for part in results["parts"] if results is not None else ():
         if part["figures"] is not None and "results" in part["figures"]:
             shown = kernel_table.render(part["figures"])
@@ -158,24 +160,24 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def write_pages(path: Path) -> None:
-    """docs/gpu.md and the README's table, from the results in this file, if it is there."""
+    """Write docs/gpu.md and the README's table, from the results in the file `path` if it exists."""
     results = _read(path)
     PAGE.write_text(page_of(results, _read(kernel_code_table.RESULTS)), encoding="utf-8")
     table.README.write_text(readme_with(results, table.README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns: 1 if a part has failed."""
+    """Run the parts or write the pages; return 1 if a part has not passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--only", nargs="+", default=[], help="parts whose name holds one of these words")
-    parser.add_argument("--page", action="store_true", help="run nothing: write docs/gpu.md and the README's table")
+    parser.add_argument("--only", nargs="+", default=[], help="run only parts whose name contains one of these words")
+    parser.add_argument("--page", action="store_true", help="only write docs/gpu.md and the README's table")
     options = parser.parse_args(arguments)
     if options.page:
         write_pages(options.json)
         return 0
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.gpu_day needs a CUDA device, and torch finds none here")
+        raise SystemExit("benchmarks.gpu_day needs a CUDA device, but torch finds none")
     parts = [part for part in PARTS if not options.only or any(word in part.name for word in options.only)]
     results = run_all(parts, options.json)
     return int(any(part["outcome"] != "passed" for part in results["parts"]))

@@ -1,4 +1,4 @@
-"""What kernel_code.py has read from the machine code, in words: part of docs/gpu.md."""
+"""Format the results of kernel_code.py as the section of docs/gpu.md about the kernels' machine code."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results/kernel_code.json"
 
-# An H200: 132 cores at 1.755 GHz, of which a copy between two places gets 4.3 TB/s; a core begins 128 instructions per
-# cycle, 64 of them on the unit for integers, comparisons and choices, and 32 adjacent words of shared memory.
+# An H200 has 132 multiprocessors at 1.755 GHz and copies memory at 4.3 TB/s. Per cycle, a multiprocessor issues 128
+# instructions, at most 64 of them to the unit for integers, comparisons and selections, and accesses 32 adjacent words
+# of shared memory.
 _BYTES_PER_CYCLE = 4.3e12 / 132 / 1.755e9
 _INSTRUCTIONS, _INTEGER_INSTRUCTIONS, _SHARED_WORDS = 128, 64, 32
-_READ = {"": "columns", " histogram": "columns and histogram"}  # by the variant's name
-_SHOWN = (("registers", 0), ("instructions", 1), ("integer", 1))  # with so many digits
+_READ = {"": "columns", " histogram": "columns and histogram"}  # suffix of the variant's name -> the variant's results
+_SHOWN = (("registers", 0), ("instructions", 1), ("integer", 1))  # (key in the results, number of decimals)
 
 
 def largest_share_of_a_copy(taken: dict[str, float], itemsize: int, passes: float) -> float:
-    """The share of a copy's bandwidth on an H200 that instructions leave room for; no more than 1.
+    """Return the largest share of a copy's bandwidth that the instructions allow on an H200, at most 1.
 
     Args:
-        taken: by a variant, as in the results.
-        itemsize: bytes of an element.
-        passes: of an atomic instruction over shared memory.
+        taken: the number of instructions per element by kind, from a variant's results.
+        itemsize: the size of an element in bytes.
+        passes: the number of passes over shared memory per atomic instruction of a warp.
     """
     cycles = max(
         taken["instructions"] / _INSTRUCTIONS,
@@ -32,16 +33,17 @@ def largest_share_of_a_copy(taken: dict[str, float], itemsize: int, passes: floa
 
 
 def render(results: dict[str, dict[str, Any]]) -> str:
-    """What the kernels took before and what they take now, the host's work, and what every variant takes."""
+    """Return the section: the kernels' resources at both commits, the host's work, and every variant's resources."""
     before, now = results.get("before", results["now"]), results["now"]
     lines = [
-        f"Triton {now['machine']['versions']['triton']}, sm_90, the loop that reads; commit "
-        f"{before['machine']['commit']} -> {now['machine']['commit']}. The last columns say what share of a copy's "
-        "bandwidth an H200 can reach at most with so many instructions; and if besides lanes wait for each other where "
-        "they count in one bank of shared memory, with gradients that are normal, and with those of which nine of ten "
-        "elements are 0. What it does reach is less, and not known.",
+        f"The first table shows the kernels' main loop, compiled by Triton {now['machine']['versions']['triton']} for "
+        f"sm_90, at commits {before['machine']['commit']} -> {now['machine']['commit']}. The last three columns are "
+        "upper bounds for the kernel's bandwidth on an H200, as a share of a copy's bandwidth: without bank conflicts "
+        "in shared memory; with the bank conflicts for normally distributed gradients; and with those for gradients "
+        "of which nine of ten elements are 0. The actual bandwidth is lower, and has not been measured.",
         "",
-        "| | registers | instructions per element | integer | at most | lanes wait, normal | mostly 0 |",
+        "| | registers | instructions per element | integer instructions per element | bound without conflicts "
+        "| bound, normal | bound, mostly 0 |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
@@ -57,12 +59,14 @@ def render(results: dict[str, dict[str, Any]]) -> str:
     host = [one["host"] for one in (before, now)]
     lines += [
         "",
-        f"A sample of GPT-2 small and its parameters is {_change([str(one['launches']) for one in host])} launches and "
-        f"{_change([str(one['calls']) for one in host])} calls of Python functions, "
-        f"{_change([format(one['ms'], '.2f') for one in host])} ms of the host "
-        f"({now['machine']['device']}, the fastest of 300) with a driver that launches nothing.",
+        f"A sample of GPT-2 small, of gradients and parameters, takes "
+        f"{_change([str(one['launches']) for one in host])} launches, "
+        f"{_change([str(one['calls']) for one in host])} calls of Python functions and "
+        f"{_change([format(one['ms'], '.2f') for one in host])} ms on the host "
+        f"({now['machine']['device']}, the fastest of 300 samples) with a mock driver that launches no kernel.",
         "",
-        "Registers of a thread / bytes of its stack / bytes of a program's shared memory / instructions per element:",
+        "The second table shows for each kernel: registers per thread / bytes of stack per thread / bytes of shared "
+        "memory per program / instructions per element (only for kernels that read one dtype).",
         "",
         "| | " + " | ".join(f"sm_{capability}" for capability in now["variants"]) + " |",
         "|---|" + "--:|" * len(now["variants"]),
@@ -70,7 +74,7 @@ def render(results: dict[str, dict[str, Any]]) -> str:
     for name in next(iter(now["variants"].values())):
         found = [of[name] for of in now["variants"].values()]
         cells = ["{registers} / {stack} / {shared}".format(**taken) for taken in found]
-        if "float" in name:  # the others read several dtypes, or partial results
+        if "float" in name:  # the other kernels read several dtypes, or partial results
             cells = [f"{cell} / {taken['instructions']:.1f}" for cell, taken in zip(cells, found, strict=True)]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
