@@ -1,15 +1,15 @@
-"""The CUDA kernels on a GPU: right first, then how fast, beside a copy and beside what others do.
+"""Check the CUDA kernels on a GPU, and time them beside a copy and other implementations.
 
-Every figure is the median over rounds, all candidates in turn in one run, the cache emptied before each. GPU time is
-between CUDA events, with the device kept busy until the host has queued everything; host time is until the call
-returns. "of copy" is the share of the bandwidth that a device-to-device copy reaches in the same run, by the bytes that
-must be read once. Last, what a real training step takes longer (kernel_step.py).
+Every figure is the median over rounds; all candidates run in turn, each after the cache is emptied. GPU time is between
+CUDA events, with the device kept busy until the host has queued everything; host time ends when the call returns.
+ "of copy" is the share of the bandwidth of a device-to-device copy in the same run, for bytes that must be read
+once. Finally the time that watching adds to a real training step is measured (kernel_step.py).
 
     python -m benchmarks.kernel [--models "GPT-2 small" ...] [--dtypes bfloat16 ...] [--rounds 20] [--json FILE]
 
-What fails is printed with its traceback and named in the table, and the rest goes on; the exit status says so in the
-end. The JSON is written after every part. --readme writes the README's table between its markers, and with --results
-FILE that of an earlier run, of another machine; --tiny only shows that everything runs.
+A failure is printed with its traceback and named in the table; the other parts still run, and the exit status is 1. The
+JSON is written after every part. --readme writes the README's table between its markers, with --results FILE that of an
+earlier run. --tiny only checks that everything runs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from benchmarks.table import README, with_table
 from wandb_gradwatch._measure.columns import Column
 from wandb_gradwatch._measure.measure import measure, measure_received
 
-TINY: list[tuple[int, ...]] = [(40,), (129, 130), (2,), (7,)]  # one whole chunk, and parts of chunks
+TINY: list[tuple[int, ...]] = [(40,), (129, 130), (2,), (7,)]  # one whole chunk and parts of chunks
 
 Tensors = list[torch.Tensor]
 
 
 def check(gradients: Tensors, parameters: Tensors) -> None:
-    """Compare the kernels with the reference on the tensors to be timed, and with themselves.
+    """Compare the kernels with the reference on the tensors to be timed, and with a second run of themselves.
 
     Raises:
         AssertionError: a number is wrong.
@@ -58,7 +58,7 @@ def check(gradients: Tensors, parameters: Tensors) -> None:
     for column in Column:
         rtol = 1e-5 if column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ, Column.PARAM_SUM_SQ) else 0
         atol = 0.0
-        if column is Column.GRAD_SUM:  # signs cancel: right to a share of what was added up
+        if column is Column.GRAD_SUM:  # terms cancel: the tolerance is relative to the sum of absolute values
             atol = (
                 1e-5
                 * float((expected_rows[:, Column.NUM_ELEMENTS] * expected_rows[:, Column.GRAD_SUM_SQ]).max()) ** 0.5
@@ -68,7 +68,7 @@ def check(gradients: Tensors, parameters: Tensors) -> None:
 
 
 def assert_no_sync(gradients: Tensors, parameters: Tensors) -> None:
-    """Measure with torch's sync debugging set to raise."""
+    """Measure with torch's sync debug mode set to raise."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         measure(gradients, parameters, histogram=True, backend="cuda")
@@ -77,7 +77,7 @@ def assert_no_sync(gradients: Tensors, parameters: Tensors) -> None:
 
 
 def per_tensor_ops(gradients: Tensors) -> list[torch.Tensor]:
-    """What a hook per parameter does: norm, mean, deviation, extremes, zeros, NaN and Inf, one operation each."""
+    """Do what hooks on parameters do: norm, mean, deviation, extremes, zeros, NaN and Inf, one operation each."""
     return [
         torch.stack(
             [
@@ -91,7 +91,7 @@ def per_tensor_ops(gradients: Tensors) -> list[torch.Tensor]:
 
 
 def wandb_watch_ops(gradients: Tensors, num_bins: int = 64) -> list[list[float]]:
-    """What wandb.watch(log="gradients") does to every gradient: finite check, extremes and a histogram on the host."""
+    """Do what wandb.watch(log="gradients") does per gradient: finite check, extremes and a histogram on the host."""
     histograms = []
     for gradient in gradients:
         flat = gradient.float().flatten()
@@ -102,12 +102,12 @@ def wandb_watch_ops(gradients: Tensors, num_bins: int = 64) -> list[list[float]]
 
 
 class Candidate(NamedTuple):
-    """What is timed.
+    """A function to be timed.
 
     Args:
-        run: it.
-        num_bytes: that it must read, and a copy write.
-        waits: for the device, by its nature.
+        run: the function.
+        num_bytes: the bytes that it must read, and for a copy also write.
+        waits: whether it makes the host wait for the device.
     """
 
     run: Callable[[], Any]
@@ -116,7 +116,7 @@ class Candidate(NamedTuple):
 
 
 def candidates_for(gradients: Tensors, parameters: Tensors) -> dict[str, Candidate]:
-    """What is timed, by name; the first is what the others are compared with."""
+    """Return the candidates by name; the others are compared with the first."""
     size = sum(g.numel() * g.element_size() for g in gradients)
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -136,19 +136,19 @@ def candidates_for(gradients: Tensors, parameters: Tensors) -> dict[str, Candida
 
 
 class Clock:
-    """Times on a GPU and on the host: median figures need many of them, so an idle device must not be in the way."""
+    """Time functions on a GPU and on the host."""
 
-    _CYCLES_PER_MS = 2_000_000  # of a fast one: a slower one is kept busy for longer
+    _CYCLES_PER_MS = 2_000_000  # of a fast GPU: a slower one is kept busy for longer
     _LONGEST_MS = 200.0
 
     def __init__(self, cache_bytes: int = 2**28) -> None:
         self._cache = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
 
     def time(self, run: Callable[[], Any], *, busy_ms: float) -> tuple[float, float]:
-        """Milliseconds on the GPU, and on the host until the call returns.
+        """Return milliseconds on the GPU, and on the host until the call returns.
 
         Args:
-            busy_ms: for so long the device does something else first: longer than the host needs to queue everything.
+            busy_ms: how long the device is kept busy first, longer than the host needs to queue everything.
         """
         self._cache.zero_()
         torch.cuda.synchronize()
@@ -170,7 +170,7 @@ def benchmark(
     """Check, then time every candidate on one list.
 
     Returns:
-        candidates: by name, their figures; failures: by what failed, why.
+        candidates: figures by name; failures: reasons by the name of the failed part.
 
     Raises:
         AssertionError: a number is wrong, so that nothing is timed.
@@ -188,7 +188,7 @@ def benchmark(
             if name in failures:
                 continue
             taken = _attempt(name, failures, lambda c=candidate, n=name: clock.time(c.run, busy_ms=busy_ms[n]))
-            if taken is not None and round_number >= warming:  # compiled, tuned and touched by then
+            if taken is not None and round_number >= warming:  # after compilation, tuning and the first touch of memory
                 times[name].append(taken)
             elif taken is not None and round_number and not candidate.waits:
                 busy_ms[name] = 1.0 + 2 * taken[1]
@@ -204,7 +204,7 @@ def benchmark(
 
 
 def _attempt(what: str, failures: dict[str, str], run: Callable[[], Any]) -> Any:
-    """What it returns; None where it raises, which is printed and kept among the failures."""
+    """Return the function's result; None if it raises, after printing and recording the failure."""
     try:
         return run()
     except Exception as error:
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Every list, then a real training step; what was measured is written after each."""
+    """Measure every list of tensors, then a real training step; write the results after each."""
     torch.manual_seed(0)
     machine = describe_machine(torch.device("cuda"))
     report: dict[str, Any] = {"machine": machine, "results": [], "added_time": None, "failures": {}}

@@ -1,7 +1,7 @@
-"""What the kernels take of a GPU, read from the machine code that Triton makes for it: no GPU is needed.
+"""Read the resources that the kernels need from the machine code that Triton generates: no GPU is needed.
 
 python -m benchmarks.kernel_code [--json FILE]   # compiles for sm_80 to sm_120, and counts a sample's host work
-python -m benchmarks.gpu_day --page              # shows it in docs/gpu.md, beside an earlier commit's
+python -m benchmarks.gpu_day --page              # shows the results in docs/gpu.md, beside those of an earlier commit
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _INTEGER_UNIT = re.compile(
 
 
 class Taken(NamedTuple):
-    """What a variant of a kernel takes.
+    """The resources of a variant of a kernel.
 
     Args:
-        registers: of a thread.
-        stack: bytes of a thread: what did not fit into registers.
-        shared: bytes of a program.
-        instructions: per element, in the loop that reads it.
-        integer: those of them that one half of a core's units can execute.
-        atomics: those that count in shared memory.
+        registers: registers per thread.
+        stack: bytes per thread that did not fit into registers.
+        shared: bytes of shared memory per program.
+        instructions: instructions per element, in the loop that reads it.
+        integer: those of `instructions` that only half of a core's units can execute.
+        atomics: those of `instructions` that count in shared memory.
     """
 
     registers: int
@@ -61,7 +61,7 @@ class Taken(NamedTuple):
 
 
 def compile_all(capability: int, **options: Any) -> list[Any]:
-    """What warming up compiles for such a GPU, in its order."""
+    """Return the kernels that warm_up() compiles for such a GPU, in order."""
     made: list[Any] = []
     with (
         mock.patch.object(cuda_launch, "_compiled", set()),
@@ -74,7 +74,7 @@ def compile_all(capability: int, **options: Any) -> list[Any]:
 
 
 def variant(compiled: Any) -> str:
-    """A kernel's name with the constants that tell its variants apart."""
+    """Return a kernel's name with the constants that distinguish its variants."""
     names = compiled.src.fn.arg_names
     constants = {
         names[key[0]] if isinstance(key, tuple) else names[key] if isinstance(key, int) else key: value
@@ -87,7 +87,7 @@ def variant(compiled: Any) -> str:
 
 
 def taken_by(compiled: Any) -> Taken:
-    """Read what a compiled kernel takes from its machine code."""
+    """Read a compiled kernel's resources from its machine code."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cubin"
         path.write_bytes(compiled.asm["cubin"])
@@ -111,7 +111,7 @@ def _run_tool(tool: str, *arguments: str) -> str:
 
 
 def _loop_that_reads(sass: str) -> list[str]:
-    """What the machine executes in each round of the loop that reads most."""
+    """Return the instructions in one round of the loop that reads most."""
     found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)
     code = [(int(address, 16), text) for address, text in found]
     jumps = [(int(target.group(1), 16), at) for at, text in code if (target := re.search(r"BRA.* (0x[0-9a-f]+)", text))]
@@ -121,7 +121,7 @@ def _loop_that_reads(sass: str) -> list[str]:
 
 
 def _num_bytes(loop: list[str]) -> int:
-    """What a thread reads in a round of it."""
+    """Return the bytes that a thread reads in one round of this loop."""
     widths = {"128": 16, "64": 8, "U16": 2, "U8": 1}
     return sum(widths.get(name.split(".")[-1], 4) for name in loop if name.startswith("LDG"))
 
@@ -130,7 +130,7 @@ def _num_bytes(loop: list[str]) -> int:
 
 
 def passes_of_atomics(values: np.ndarray[Any, np.dtype[np.float32]]) -> float:
-    """How often, on average, a warp's atomics go over shared memory: as often as the busiest of its banks is asked for.
+    """Return the mean number of passes of a warp's atomics over shared memory: the accesses to its busiest bank.
 
     Args:
         values: of warps, [W, 32].
@@ -143,7 +143,7 @@ def passes_of_atomics(values: np.ndarray[Any, np.dtype[np.float32]]) -> float:
 
 
 def passes() -> dict[str, float]:
-    """By the kind of gradient; nothing where nothing is counted."""
+    """Return the passes for two kinds of gradients."""
     normal = np.random.default_rng(0).standard_normal((4000, 32)).astype(np.float32)
     mostly_zero = np.where(np.random.default_rng(1).random(normal.shape) < 0.9, np.float32(0), normal)
     return {"normal": passes_of_atomics(normal), "nine of ten 0": passes_of_atomics(mostly_zero)}
@@ -153,10 +153,10 @@ def passes() -> dict[str, float]:
 
 
 def host_work() -> dict[str, float]:
-    """What a sample of GPT-2 small and its parameters costs the host, with a driver that launches nothing.
+    """Measure the host's cost of a sample of GPT-2 small with its parameters, with a driver that launches nothing.
 
     Returns:
-        launches; calls of Python functions; ms: of the fastest sample, as it is the same work each time.
+        launches; calls of Python functions; ms: time of the fastest sample, because each does the same work.
     """
     launches: list[int] = []
     gradients = [torch.zeros(shape, dtype=torch.bfloat16) for shape in MODELS["GPT-2 small"]()]
@@ -166,7 +166,7 @@ def host_work() -> dict[str, float]:
         cuda_launch.measure(gradients, parameters, dead_threshold=0.0, inverse_scale=None, histogram=False)
 
     with torch.no_grad(), installed(FakeDriver(90, lambda ptx, num_programs, arguments: launches.append(num_programs))):
-        measure()  # compiled, and laid out
+        measure()  # compiles the kernels and lays out the tables
         launches.clear()
         calls = count_calls(measure)
         num_launches = len(launches)
@@ -179,7 +179,7 @@ def host_work() -> dict[str, float]:
 
 
 def count_calls(function: Any) -> int:
-    """Calls of Python functions in here."""
+    """Count calls of Python functions inside the context."""
     calls: list[str] = []
     sys.setprofile(lambda _, event, __: calls.append(event) if event == "call" else None)
     try:
@@ -190,7 +190,7 @@ def count_calls(function: Any) -> int:
 
 
 def measure_all() -> dict[str, Any]:
-    """What every variant takes that a training in float32 or bfloat16 needs, by capability, and the host's work."""
+    """Return the resources of all variants for float32 and bfloat16 by compute capability, and the host's work."""
     variants = {}
     for capability in CAPABILITIES:
         made = compile_all(capability, dtypes=[torch.float32, torch.bfloat16], in_buckets=False)

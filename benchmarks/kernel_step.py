@@ -1,6 +1,5 @@
-"""What watching adds to a real training step on a GPU: GPT-2 small, bfloat16 autocast, every step sampled.
-
-Blocks of steps alternate: plain, watched, plain. The difference of the two plain ones is the noise.
+"""Measure the time that watching adds to a real training step on a GPU: GPT-2 small, bfloat16 autocast, every step
+sampled. Blocks of steps alternate: plain, watched, plain. The difference of the two plain blocks is the noise.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ LOG_EVERY = 50
 
 @dataclass(frozen=True)
 class AddedTime:
-    """Medians over rounds, in milliseconds a step.
+    """Medians over rounds, in milliseconds per step or sample.
 
     Args:
-        plain: a step.
-        added: by watching, the host's and the device's part together.
-        noise: between two blocks of plain steps.
-        host: that the monitor itself spends on the host, per sample.
-        gpu: that its kernels take on the device, per sample.
+        plain: time of a plain step.
+        added: time that watching adds to a step, on the host and the device together.
+        noise: difference of two blocks of plain steps.
+        host: time of the monitor on the host, per sample.
+        gpu: time of the monitor's kernels on the device, per sample.
         gpu_everything: the same with a histogram in every sample.
-        num_waits: of the host for the device in a block of watched steps, more than in one of plain steps.
+        num_waits: number of waits of the host for the device that watching adds to a block.
     """
 
     plain: float
@@ -45,12 +44,12 @@ class AddedTime:
 
     @property
     def added_ratio(self) -> float:
-        """Of a plain step."""
+        """The share of a plain step's time."""
         return self.added / self.plain
 
 
 def training_step(trainee: Trainee) -> Callable[[], None]:
-    """One step of the kind that the name of this file promises."""
+    """Train one step."""
     optimizer = torch.optim.AdamW(trainee.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -67,11 +66,11 @@ def measure_added_time(*, tiny: bool, rounds: int) -> AddedTime:
     """Train with and without the monitor.
 
     Args:
-        tiny: a few steps of an MLP, to see that everything runs.
+        tiny: train an MLP for a few steps, only to check that everything runs.
     """
     torch.manual_seed(0)
     trainee = TASKS["mlp" if tiny else "gpt2"].make(torch.device("cuda"))
-    options = {"backend": "torch"} if tiny else {}  # where it is tiny, the kernels may be interpreted
+    options = {"backend": "torch"} if tiny else {}  # a tiny run may have Triton's interpreter only
     step = training_step(trainee)
     num_steps = 1 if tiny else LOG_EVERY
     for _ in range(2 if tiny else 20):
@@ -99,7 +98,7 @@ def measure_added_time(*, tiny: bool, rounds: int) -> AddedTime:
 
 
 def _watched(trainee: Trainee, step: Callable[[], None], **options: Any) -> Watcher:
-    """A watcher that has settled: kernels compiled, owners known, the first samples compared by value."""
+    """Return a watcher after its warm-up: kernels compiled, optimizers known, the first samples compared by value."""
     watcher = watch(trainee, sinks=[MemorySink()], sample_every=1, log_every=LOG_EVERY, **options)
     for _ in range(4):
         step()
@@ -108,7 +107,7 @@ def _watched(trainee: Trainee, step: Callable[[], None], **options: Any) -> Watc
 
 
 def _block(step: Callable[[], None], num_steps: int) -> float:
-    """Seconds a step, of the device and the host whichever is slower."""
+    """Return the seconds per step, of the slower of device and host."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -122,7 +121,7 @@ def _host_seconds(watcher: Watcher) -> float:
 
 
 def _gpu_seconds(trainee: Trainee, step: Callable[[], None], num_steps: int, **options: Any) -> float:
-    """Per sample, by the events that a budget looks at."""
+    """Return the device time per sample, from the events that a budget uses."""
     with _watched(trainee, step, **options) as watcher:
         timer = watcher._sampler._timer
         assert timer is not None

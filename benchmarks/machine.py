@@ -1,4 +1,4 @@
-"""What a figure was measured on: without it, no figure means anything."""
+"""Describe the machine and the versions that a measurement was made with."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _VERSIONS = ("torch", "numpy", "numba", "wandb", "lightning", "torch-module-moni
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:
-    """Processor or GPU, cores, memory, versions and the commit."""
+    """Return the processor or GPU, cores, memory, versions and the commit."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        # Of an installation that follows the sources the metadata say what they said when it was made.
+        # The metadata of an editable installation have the version at the time of installation.
         "versions": {"wandb-gradwatch": wandb_gradwatch.__version__}
         | {name: version for name in _VERSIONS if (version := _version(name))},
         "commit": _commit(),
@@ -31,7 +31,7 @@ def describe_machine(device: torch.device) -> dict[str, object]:
 
 
 def free_gib(device: torch.device) -> float:
-    """Memory that can be had without swapping."""
+    """Return the memory that is available without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 2**30
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30

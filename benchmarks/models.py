@@ -1,8 +1,8 @@
-"""The models that are trained: a tiny MLP, ResNet-50 and GPT-2 small in plain torch, and a long list of tensors.
+"""The models of the benchmarks: a tiny MLP, ResNet-50 and GPT-2 small in plain torch, and a long list of tensors.
 
-Each can make two kinds of step. A real one trains on random data. A light one has the same parameters, hooks and
-optimizer, but its backward only hands out gradients that were made before: what a monitor adds to a step of seconds is
-lost in the noise of those seconds, and a monitor cannot tell the difference.
+A model has real and light steps. A real step trains on random data. A light step has the same parameters, hooks and
+optimizer, but its backward only returns prepared gradients: the cost of a monitor would be lost in the noise of a step
+that takes seconds, and monitors do the same work in both.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GPT2(nn.Module):
 
 
 class TensorList(nn.Module):
-    """Parameters without a model around them."""
+    """A list of parameters without a forward."""
 
     def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class TensorList(nn.Module):
 
 
 class _HandOut(torch.autograd.Function):
-    """A loss whose gradients are given: the engine copies each, as it is kept here."""
+    """A loss with given gradients, which the engine copies because they are kept here."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class _HandOut(torch.autograd.Function):
 
 
 class Trainee(nn.Module):
-    """A network and its loss in one module, so that monitors which hook the forward see both kinds of step."""
+    """A network and its loss in one module, so that monitors with forward hooks work with real and light steps."""
 
     def __init__(self, net: nn.Module, batch: Callable[[], tuple[Tensor, Tensor]] | None) -> None:
         super().__init__()
@@ -145,17 +145,18 @@ class Trainee(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and how it is measured.
+    """A model to train, and how it is measured.
 
     Args:
-        name: as in the tables.
-        make: builds the module on a device.
-        batch: of a real step, in words, by device type; empty where there is none.
+        name: the name in the tables.
+        make: a function that builds the module on a device.
+        batch: a description of a real step's batch, by device type; empty if there is no real step.
         light: whether monitors are measured on light steps.
-        steps: of a monitor's cycle at most, at least 3.
-        pairs: of an unwatched and a watched block, by default.
-        block: steps in a row. Where a step is short, one alone would be taken for what came before it.
-        settled_pairs: in which a monitor that chooses its own cadence has settled, and at least twice as many follow.
+        steps: the maximum number of steps of a monitor's cycle, at least 3.
+        pairs: the default number of pairs of an unwatched and a watched block.
+        block: the number of steps of a block. A short step alone would be dominated by effects of the code before it.
+        settled_pairs: the number of pairs until the cadence of a monitor that chooses it is stable; at least twice as
+            many pairs follow.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""What watches: nothing, the least that one could do, what others do, and this package.
+"""The monitors that are compared: none, minimal ones, those of other packages, and this package.
 
-A monitor is attached to a model and a W&B run, is told when a backward and a step are over, and returns what the
-training loop should log for it beside the loss.
+A monitor is attached to a model and a W&B run, is called after every backward and step, and returns the values that the
+training loop logs for it beside the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wandb_gradwatch.sinks import Sink, WandbSink
 from wandb_gradwatch.sinks._history_row import NUM_PICTURE_BINS
 from wandb_gradwatch.snapshot import keys
 
-LOG_EVERY = 50  # of watch(), by default
+LOG_EVERY = 50  # the default of watch()
 WARM_UP = 3  # steps between attaching a monitor and its first measured block
 
 
@@ -30,15 +30,15 @@ class Attached:
     """A monitor at work on one model; this one does nothing."""
 
     def after_backward(self) -> dict[str, Any]:
-        """All gradients are there; returns values to log."""
+        """Return values to log; called when all gradients are complete."""
         return {}
 
     def samples_and_rows(self) -> tuple[set[int], set[int]]:
-        """The steps since it was attached, from 1, that it chose to measure, and those in which it wrote a row."""
+        """Return the steps that it sampled and those in which it wrote a row, counted from 1 since it was attached."""
         return set(), set()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
 
 
 Attach = Callable[[nn.Module, Any, int], Attached]  # model, run, steps of a cycle
@@ -49,16 +49,16 @@ class Monitor:
     """A row of the table.
 
     Args:
-        name: as in the table.
-        attach: starts it, given the model, the run and the steps of a block.
-        every: how many steps one cycle has in real life.
-        row_at: which step of a cycle writes a row, where not all do, counted back from the cycle's end.
-        settles: it chooses the steps that it measures by what they cost: it is attached for as long as that takes to
-            settle before the block, and says afterwards which they were.
-        statistics: what it tells of the gradients.
-        samples: whether the other steps are measured too, or only those that write a row.
-        needs: packages that it takes.
-        device: the type of the only device that it is for; "" for all.
+        name: the name in the table.
+        attach: a function that starts the monitor, given the model, the run and the steps of a cycle.
+        every: the number of steps of a cycle in a real training.
+        row_at: the step of a cycle that writes a row, counted back from the cycle's end; None: every step or none.
+        settles: the monitor chooses its samples by their cost. It is attached until its cadence is stable before the
+            first block, and reports its samples afterwards.
+        statistics: the statistics of gradients that it logs.
+        samples: whether steps without a row are sampled too.
+        needs: the packages that it requires.
+        device: the only device type that it supports; "" for all.
     """
 
     name: str
@@ -172,7 +172,7 @@ class _ModuleMonitor(Attached):
 
 
 class _RowOfWandb(Attached):
-    """A row with the keys of this package's, of numbers that are there already: what of a row is W&B's own."""
+    """Log rows with this package's keys and constant values: the part of a row's cost that is W&B's own."""
 
     def __init__(self, model: nn.Module, run: Any, *, histograms: bool) -> None:
         import wandb
@@ -180,7 +180,7 @@ class _RowOfWandb(Attached):
         rng = np.random.default_rng(0)
         names = tuple(name for name, _ in model.named_parameters())
         families = [keys.layer_keys(family, names) for family in keys.LAYER_FAMILIES]
-        # Without histograms there are neither quantiles nor forecasts, about half of the numbers of the model.
+        # Without histograms there are no quantiles and forecasts, which are about half of the model's values.
         of_model = keys.MODEL_KEYS if histograms else keys.MODEL_KEYS[::2]
         of_all = [*of_model, *(key for family in families for key in family)]
         self._row: dict[str, Any] = dict(zip(of_all, rng.standard_normal(len(of_all)).tolist(), strict=True))
@@ -205,7 +205,7 @@ class _Ours(Attached):
 
     def samples_and_rows(self) -> tuple[set[int], set[int]]:
         rows = self._steps.rows.copy()
-        self._watcher.flush()  # whose row is of no step
+        self._watcher.flush()  # the row of this flush belongs to no step
         return self._steps.samples, rows
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class _Ours(Attached):
 
 
 class _Steps(Sink):
-    """Notes which steps were measured, and in which of them a row was written."""
+    """Record the steps that were sampled, and those in which a row was written."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -226,7 +226,7 @@ class _Steps(Sink):
 
 
 def _ours_every_step(**arguments: Any) -> Attach:
-    # One window ends with the warm-up, the next ones with the cycles, which have every kind of step of a real one.
+    # The first window ends with the warm-up, the next ones with the cycles, which have all kinds of real steps.
     return lambda model, run, steps: _Ours(
         model, run, sample_every=1, log_every=steps, start_step=steps - WARM_UP, **arguments
     )

@@ -1,4 +1,4 @@
-"""All trainings of the zoo by name, and which of them thresholds may be chosen on."""
+"""All trainings of the zoo by name, and those of them on which thresholds may be chosen."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ SCORING_SEEDS: Final = (1,)
 
 @dataclass(frozen=True)
 class Case:
-    """One training: a healthy one, or one of the trainings that a fault is put into."""
+    """One training: a healthy one, or a healthy one with a fault."""
 
     name: str
     family: str
@@ -111,7 +111,7 @@ class Case:
 
 
 def build(case: Case) -> Loop:
-    """The training before its first step."""
+    """Build the training."""
     loop = _BUILDERS[case.base]()
     if case.fault is not None:
         case.fault.change(loop, case.layer)
@@ -140,7 +140,7 @@ CASES: Final = {
 
 
 def chosen(half: str) -> list[tuple[Case, int]]:
-    """The (case, seed) of a half: "tune" has none of the families that are kept out, "score" has all of them."""
+    """Return the (case, seed) of a half: "tune" has none of the families that are kept out, "score" has all of them."""
     if half == "tune":
         return [(case, seed) for case in CASES.values() if not case.kept_out for seed in TUNING_SEEDS]
     return [(case, seed) for case in CASES.values() for seed in SCORING_SEEDS]

@@ -1,4 +1,4 @@
-"""A small fixed vocabulary of causes, and how a sentence is read in it."""
+"""A fixed vocabulary of causes, and the recognition of its causes in the text of an alert."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ _WORDS: Final = {cause: re.compile(names, re.IGNORECASE) for cause, (names, _) i
 
 @dataclass(frozen=True)
 class Named:
-    """What a text says: the causes in the order in which it names them, and its remedy."""
+    """Return the causes that a text names, in order, and its remedy."""
 
     causes: tuple[str, ...]
     remedy: str
 
 
 def read_causes(text: str) -> Named:
-    """The causes between "Probable cause:" (or "Cause not clear:") and the remedy; what is in brackets is evidence."""
+    """Return the text of the causes, between "Probable cause:" (or "Cause not clear:") and the remedy."""
     _, _, said = text.replace("\n", " ").partition("ause")
     cause, _, remedy = said.partition("Remedy:")
     # "either A or B: C tells them apart" and "A (evidence)": neither C nor the evidence is a cause.
@@ -91,5 +91,5 @@ def read_causes(text: str) -> Named:
 
 
 def fits_remedy(cause: str, remedy: str) -> bool:
-    """Whether the remedy is one against this cause."""
+    """Return whether the remedy matches this cause."""
     return bool(re.search(VOCABULARY[cause][1], remedy, re.IGNORECASE))

@@ -1,4 +1,4 @@
-"""What faults do to a training before it runs. Each returns a change of (loop, layer)."""
+"""The changes that faults make to a training before it runs. Each function returns a function of (loop, layer)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Transform = Callable[[Tensor], Tensor]
 
 
 def learning_rate(factor: Callable[[int], float] | float, at: int = 1, until: int = 10**9) -> Change:
-    """The learning rate times a factor, or a function of the step, within some steps."""
+    """Multiply the learning rate by a factor, or a function of the step, within some steps."""
 
     def change(loop: Loop, layer: str) -> None:
         before = loop.schedule or (lambda step: 1.0)
@@ -26,7 +26,7 @@ def learning_rate(factor: Callable[[int], float] | float, at: int = 1, until: in
 
 
 def scaled(factor: float, *, bias: float | None = None, every: bool = False) -> Change:
-    """Weights of a layer, or of all layers, times a factor; their biases set to a value."""
+    """Multiply the weights of a layer, or of all layers, by a factor, and set their biases to a value."""
 
     @torch.no_grad()
     def change(loop: Loop, layer: str) -> None:
@@ -41,7 +41,7 @@ def scaled(factor: float, *, bias: float | None = None, every: bool = False) -> 
 
 
 def filled(value: float) -> Change:
-    """All matrices that are trained are constant."""
+    """Set all trainable matrices to a constant."""
 
     @torch.no_grad()
     def change(loop: Loop, layer: str) -> None:
@@ -53,7 +53,7 @@ def filled(value: float) -> Change:
 
 
 def at_step(hook: Callable[[Loop, str], None], at: int) -> Change:
-    """Something is done once, before a step."""
+    """Call a function once, before a step."""
 
     def change(loop: Loop, layer: str) -> None:
         loop.before.append(lambda loop, step: hook(loop, layer) if step == at else None)
@@ -64,7 +64,7 @@ def at_step(hook: Callable[[Loop, str], None], at: int) -> Change:
 def inputs(
     transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**9, *, which: int = 0, every: int = 1
 ) -> Change:
-    """One of the batch's tensors is changed within some steps, at every n-th of them."""
+    """Transform one of the batch's tensors within some steps, at every n-th of them."""
 
     def change(loop: Loop, layer: str) -> None:
         batch = loop.batch
@@ -81,7 +81,7 @@ def inputs(
 
 
 def output(transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**9) -> Change:
-    """What a layer returns is changed within some steps."""
+    """Transform a layer's output within some steps."""
 
     def change(loop: Loop, layer: str) -> None:
         now = [0]
@@ -96,7 +96,7 @@ def output(transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**
 
 
 def loss(transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**9) -> Change:
-    """The loss is changed within some steps."""
+    """Transform the loss within some steps."""
 
     def change(loop: Loop, layer: str) -> None:
         now, before = [0], loop.loss
@@ -109,7 +109,7 @@ def loss(transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**9)
 
 
 def penalised(weight: float) -> Change:
-    """The squares of all parameters are added to the loss."""
+    """Add the squares of all parameters to the loss."""
 
     def change(loop: Loop, layer: str) -> None:
         before = loop.loss
@@ -132,17 +132,17 @@ class _Backward(torch.autograd.Function):
 
 
 def backward(transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**9) -> Change:
-    """The gradient that reaches a layer's output is changed within some steps."""
+    """Transform the gradient of a layer's output within some steps."""
     return output(lambda out: _Backward.apply(out, transform), at, until)
 
 
 def received(hook: Hook) -> Change:
-    """Between backward and step."""
+    """Call a function between backward and step."""
     return lambda loop, layer: loop.received.append(hook)
 
 
 def fields(**values: object) -> Change:
-    """Other settings of the loop."""
+    """Set fields of the loop."""
 
     def change(loop: Loop, layer: str) -> None:
         for name, value in values.items():
@@ -152,7 +152,7 @@ def fields(**values: object) -> Change:
 
 
 def groups(**values: object) -> Change:
-    """Other settings of the optimizers."""
+    """Set options of the optimizers' parameter groups."""
 
     def change(loop: Loop, layer: str) -> None:
         for group in (group for optimizer in loop.optimizers for group in optimizer.param_groups):
@@ -162,7 +162,7 @@ def groups(**values: object) -> Change:
 
 
 def optimizer(make: Callable[[object], torch.optim.Optimizer]) -> Change:
-    """Another optimizer."""
+    """Replace the optimizer."""
 
     def change(loop: Loop, layer: str) -> None:
         loop.optimizers = [make(loop.model.parameters())]
@@ -171,7 +171,7 @@ def optimizer(make: Callable[[object], torch.optim.Optimizer]) -> Change:
 
 
 def own_rate(factor: float) -> Change:
-    """One layer's learning rate times a factor."""
+    """Multiply one layer's learning rate by a factor."""
 
     def change(loop: Loop, layer: str) -> None:
         optimizer = loop.optimizers[0]
@@ -184,7 +184,7 @@ def own_rate(factor: float) -> Change:
 
 
 def rebuilt(make: Callable[[], nn.Module]) -> Change:
-    """Another model, with a new optimizer of the same kind."""
+    """Replace the model, with a new optimizer of the same kind."""
 
     def change(loop: Loop, layer: str) -> None:
         old = loop.optimizers[0]
@@ -198,7 +198,7 @@ def rebuilt(make: Callable[[], nn.Module]) -> Change:
 
 
 def chain(*changes: Change) -> Change:
-    """Several changes, one after the other."""
+    """Apply several changes, one after the other."""
 
     def change(loop: Loop, layer: str) -> None:
         for one in changes:
@@ -208,13 +208,13 @@ def chain(*changes: Change) -> Change:
 
 
 def forgotten_squares(loop: Loop, layer: str) -> None:
-    """As after a resume that lost one of Adam's two averages."""
+    """Reset one of Adam's two averages, like a resume that lost it."""
     for state in loop.optimizers[0].state.values():
         state["exp_avg_sq"].zero_()
 
 
 def replaced_layer(loop: Loop, layer: str) -> None:
-    """A fresh layer that no optimizer was given."""
+    """Replace a layer by a new one that no optimizer holds."""
     parent, _, name = layer.rpartition(".")
     old = loop.model.get_submodule(layer)
     setattr(loop.model.get_submodule(parent), name, nn.Linear(old.in_features, old.out_features, old.bias is not None))
@@ -230,12 +230,12 @@ def zero_gradients(loop: Loop, step: int) -> None:
 
 
 def clip_scaled(loop: Loop, step: int) -> None:
-    """Clips what is still multiplied with the loss scale."""
+    """Clip gradients before they are unscaled."""
     nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
 
 
 def step_first(loop: Loop, layer: str) -> None:
-    """zero_grad(), step(), backward(): the optimizer never sees a gradient."""
+    """Call zero_grad(), step(), backward() in this order: the optimizer never has a gradient."""
 
     def update(loop: Loop, step: int) -> Tensor:
         loop.zero_grad()
@@ -248,7 +248,7 @@ def step_first(loop: Loop, layer: str) -> None:
 
 
 def biased(value: float) -> Change:
-    """A layer's biases."""
+    """Set a layer's biases."""
 
     @torch.no_grad()
     def change(loop: Loop, layer: str) -> None:
@@ -262,23 +262,23 @@ def clip_values(loop: Loop, step: int) -> None:
 
 
 def first_sample(value: float) -> Transform:
-    """A value in all of the first sample."""
+    """Set all elements of the first sample to a value."""
     return lambda x: x.index_fill(0, torch.tensor([0]), value)
 
 
 def no_weights(x: Tensor) -> Tensor:
-    """Adds a mean in which nothing has a weight."""
+    """Add a weighted mean whose weights are all 0."""
     weights = torch.zeros(4)
     return x + (x.mean() * weights).sum() / weights.sum()
 
 
 def norm_of_zeros(out: Tensor) -> Tensor:
-    """Adds 0 to the output, by way of the norm of a vector of zeros: its derivative is 0/0."""
+    """Add the norm of a vector of zeros, which is 0, to the output: its derivative is 0/0."""
     return out + (out - out.detach()).square().sum().sqrt()
 
 
 def halved(loop: Loop, layer: str) -> None:
-    """Parameters in float16, in which Adam's usual eps is 0."""
+    """Convert the parameters to float16, in which Adam's default eps is 0."""
     loop.model.half()
     batch = loop.batch
     loop.batch = lambda step: tuple(part.half() if part.is_floating_point() else part for part in batch(step))

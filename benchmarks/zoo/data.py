@@ -1,4 +1,4 @@
-"""Small data sets with something to learn in them. Everything is drawn from torch's global generator."""
+"""Small synthetic data sets that can be learned. Everything is drawn from torch's global generator."""
 
 from __future__ import annotations
 

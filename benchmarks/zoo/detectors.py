@@ -1,6 +1,6 @@
-"""What others would have said, on the same trainings: each is a function from losses and norms to the bad steps.
+"""Detectors of other packages, to compare with: each is a function from losses and norms to the bad steps.
 
-Rebuilt from what their documentation says, with their defaults; each sees the loss and the total norm before clipping.
+They are reimplemented from their documentation, with their defaults. Each gets the loss and the total norm before clipping.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Faults, each written down before it was run: what is changed in which healthy trainings, from which step, and why.
+"""Faults, each defined before it was run: a change of some healthy trainings, its first bad step and its cause.
 
-Steps are those of the training's loop. A layer is named where the fault sits in one; otherwise it is "".
+Steps are those of the training's loop. The layer is "" if the fault is not in one layer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .models import Recurrent, mlp
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of healthy trainings.
+    """A fault in healthy trainings.
 
     Args:
-        family: the kind of fault; name: in a few words.
-        on: the healthy trainings that it is put into, and the layer in which it sits.
-        change: what is changed.
-        first_bad: the first step that is not as it should be.
-        cause: in the words of `causes.VOCABULARY`; also: others that say the same of this fault.
+        family: the kind of fault; name: a short description.
+        on: healthy training -> the layer of the fault.
+        change: the change that makes the fault.
+        first_bad: the first step that is wrong.
+        cause: the cause, in the words of `causes.VOCABULARY`; also: other names of the same cause.
         decidable: whether gradients, parameters and loss can tell it from a healthy training: labels that are shifted
             by mistake look like other classes on purpose, and what trains as well as without the fault is none.
     """

@@ -1,4 +1,4 @@
-"""A training as a value: what a healthy one is made of, and what a fault changes before it runs."""
+"""A training as a value, whose fields a fault changes before it runs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Loop:
     """A training that has not run yet. A fault changes its fields; `advance` makes one step.
 
     Args:
-        model: what is trained.
-        batch: the tensors of a step.
-        loss: of the model and a batch.
-        optimizers: those that `advance` steps, one after the other.
-        steps: how many there are.
-        schedule: the factor on every optimizer's first learning rate, by step.
-        clip: the largest total norm, None for no clipping.
-        accumulate: batches per step.
-        scaler: a gradient scaler; autocast: the type to compute in.
-        update: makes the step instead of loss, backward and optimizers, and returns its loss.
+        model: the model to train.
+        batch: a function from a step to the tensors of its batch.
+        loss: a function from the model and a batch to a loss.
+        optimizers: the optimizers that `advance` steps, one after the other.
+        steps: the number of steps.
+        schedule: a function from a step to the factor of every optimizer's initial learning rate.
+        clip: the largest total norm; None: no clipping.
+        accumulate: the number of batches per step.
+        scaler: a gradient scaler; autocast: the dtype to compute in.
+        update: a function that replaces loss, backward and optimizers, and returns the loss.
         before, received, after: called before the step, between backward and clipping, and after the step.
-        watched: what `watch` is given instead of the model; options: its further arguments.
+        watched: the argument of `watch` instead of the model; options: further arguments of `watch`.
     """
 
     model: nn.Module
@@ -49,8 +49,8 @@ class Loop:
     after: list[Hook] = field(default_factory=list)
     watched: Any = None
     options: dict[str, Any] = field(default_factory=dict)
-    zeroes: bool = True  # zero_grad() is called
-    applies: bool = True  # step() is called
+    zeroes: bool = True  # whether zero_grad() is called
+    applies: bool = True  # whether step() is called
 
     def advance(self, step: int) -> float:
         """Make step number `step`, from 1, and return its loss."""
@@ -82,7 +82,7 @@ class Loop:
             optimizer.zero_grad()
 
     def apply(self, step: int) -> None:
-        """From the gradients to the update: unscaling, clipping, the optimizers."""
+        """Unscale and clip the gradients, and step the optimizers."""
         if self.scaler is not None and self.clip is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
@@ -99,7 +99,7 @@ class Loop:
 
 
 def descend(optimizer: Optimizer, loss: Tensor, clip: float | None = None) -> Tensor:
-    """One step of one optimizer down one loss: for updates that make several."""
+    """Train one step with one optimizer and one loss, for updates of several steps."""
     optimizer.zero_grad()
     loss.backward()
     if clip is not None:
@@ -117,6 +117,6 @@ def supervised(
     lr: float = 1e-3,
     **options: Any,
 ) -> Loop:
-    """The most common training: one model, one optimizer over what is trainable in it."""
+    """Return the most common training: one model, with one optimizer of its trainable parameters."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Loop(model, batch, loss, [optimizer(trainable, lr=lr)], **options)

@@ -29,7 +29,7 @@ Curve = Callable[[Snapshot], Values]
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn of which training."""
+    """The training that a picture shows, and its curves."""
 
     case: str
     curves: dict[str, Curve]
@@ -92,7 +92,7 @@ def draw(steps: Values, curves: dict[str, Values], *, began: int, told: int) -> 
     is_log = bool(positive.size) and positive.max() > 100 * positive.min()
     scale: Callable[[float], float] = (lambda value: math.log10(max(value, positive.min()))) if is_log else float
     low, high = scale(float(finite.min())), scale(float(finite.max()))
-    if high - low < 1e-3 * abs(high):  # a level line, in the middle
+    if high - low < 1e-3 * abs(high):  # a constant line is drawn in the middle
         low, high = low - 0.05 * abs(low), high + 0.05 * abs(high)
     first, last = float(steps[0]), float(steps[-1])
 
@@ -133,7 +133,7 @@ def _short(value: float) -> str:
 
 
 def _thinned(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Without those in the middle of a level stretch."""
+    """Leave out points inside horizontal segments."""
     return [
         point
         for before, point, after in zip([(-1, -1), *points], points, [*points[1:], (-1, -1)], strict=False)

@@ -1,4 +1,4 @@
-"""One training under `watch`, and what is kept of it: all that a rule, or another detector, can see."""
+"""Run a training under `watch`, and record everything that rules and other detectors can use."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from wandb_gradwatch.rules import default_rules
 from .cases import CASES, Case, build
 
 CACHE = Path(__file__).parent / ".recordings"
-_PATIENCE = 30  # steps with a NaN loss, after which nothing new can come
+_PATIENCE = 30  # steps with a NaN loss after which the training ends
 
 
 @dataclass(frozen=True)
 class Told:
-    """An alert and the step at which it was told, which may be later than its own."""
+    """An alert and the step at which it was sent, which may be later than the alert's own step."""
 
     alert: Alert
     at: int
@@ -42,7 +42,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Recording:
-    """A training that has run, in the watcher's steps.
+    """The recording of a training, in the watcher's steps.
 
     Args:
         case: which training, by name; seed: of all that is random in it.
@@ -72,16 +72,16 @@ class Recording:
 
 
 def record(case: Case, seed: int, every: int = 1) -> Recording:
-    """Run a training once, watched with the default rules, and without a word in the log or on the terminal.
+    """Run a training once, watched with the default rules, without messages in the log or on the terminal.
 
     Args:
-        every: ten steps are measured, and then every n-th.
+        every: the first ten steps are sampled, then every n-th.
     """
     logger = logging.getLogger("wandb_gradwatch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        # Alerts go to standard error too, where whoever runs a locked family would read them.
+        # Alerts also go to standard error, where they would reveal results of locked families.
         with contextlib.redirect_stderr(io.StringIO()):
             return _record(case, seed, every)
     finally:
@@ -134,9 +134,9 @@ def _record(case: Case, seed: int, every: int) -> Recording:
 
 
 def anomaly_of(case: Case, seed: int, broken: int) -> tuple[int, str] | None:
-    """Where `torch.autograd.detect_anomaly` stops the same training, whose loss is not finite at step `broken`.
+    """Return where `torch.autograd.detect_anomaly` stops the same training, whose loss is not finite at step `broken`.
 
-    It is on for the last steps only, because it makes a step many times slower.
+    detect_anomaly is on for the last steps only, because it makes steps many times slower.
     """
     torch.manual_seed(1000 * seed + 17)
     loop = build(case)
@@ -152,7 +152,7 @@ def anomaly_of(case: Case, seed: int, broken: int) -> tuple[int, str] | None:
 
 
 def replay(recording: Recording) -> Recording:
-    """The rules of now on samples of then: the same recording with what would be told. Wiring stays as it was."""
+    """Apply the current rules to recorded samples; return the recording with their alerts. Wiring alerts are kept."""
     manager, dispatcher, told = (
         AlertManager(default_rules(), clock=lambda: 0.0),
         Dispatcher([], [], to_terminal=False),
@@ -184,7 +184,7 @@ def recordings(
     Args:
         map_: as the built-in; that of a pool of processes.
         replayed: run only those that are not kept, and say what the rules of now tell of all.
-        every: ten steps are measured, and then every n-th.
+        every: the first ten steps are sampled, then every n-th.
         resumed: the name under which live recordings are kept, so that a second call goes on where the first ended.
     """
     return map_(_replayed if replayed else _live, [(case.name, seed, resumed, every) for case, seed in chosen])
@@ -214,13 +214,13 @@ def _replayed(which: tuple[str, int, str, int]) -> Recording:
 
 
 def _path(folder: str, case: str, seed: int) -> Path:
-    """A kept file; rows of other columns than those of now are not those that the rules of now read."""
+    """Load a recording, unless its rows have other columns than the current ones."""
     name = "".join(letter if letter.isalnum() else "_" for letter in case)
     return CACHE / (folder or f"columns-{NUM_COLUMNS}") / f"{name}-{seed}.pickle"
 
 
 def _write(path: Path, recording: Recording) -> None:
-    """Whole or not at all: a run that is cut short leaves no half of a file."""
+    """Write a recording completely or not at all, even if the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_bytes(pickle.dumps(recording))

@@ -1,4 +1,4 @@
-"""What was told, against what is known: per training, then added up. Pure; nothing here runs a training."""
+"""Score the alerts of trainings against the known faults, per training and in total. Pure: runs no training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .record import Recording, Told
 
 @dataclass(frozen=True)
 class Score:
-    """One training's.
+    """The score of one training.
 
     Args:
         false: alarms before anything was bad, or in a healthy training; errors: those of them that are ERRORs.
@@ -47,7 +47,7 @@ class Score:
 
 
 def score(case: Case, recording: Recording) -> Score:
-    """One training's score."""
+    """Return the score of one training."""
     alarms = [told for told in recording.told if told.alert.level != "INFO"]
     last = recording.losses[-1][0] if recording.losses else 0
     first_bad = math.inf if recording.first_bad is None else recording.first_bad
@@ -81,9 +81,9 @@ def score(case: Case, recording: Recording) -> Score:
 
 
 def judge_cause(named: Sequence[str], right: Sequence[str]) -> str:
-    """One cause is a claim, two are an either-or, three or none leave it open.
+    """Rate the causes: one cause is a claim, two are an either-or, three or none leave the cause open.
 
-    That a parameter was already bad is a finding, and a claim only where nothing else made it bad.
+    "A parameter was already bad" is an observation, and a claim only if nothing else made the parameter bad.
     """
     named = [cause for cause in named if cause != "bad parameter" or cause in right]
     if len(named) not in (1, 2):
@@ -94,7 +94,7 @@ def judge_cause(named: Sequence[str], right: Sequence[str]) -> str:
 
 
 def names_layer(text: str, layer: str) -> bool:
-    """Whether a parameter or module in this layer is named."""
+    """Return whether the text names a parameter or module of this layer."""
     end = r"(\.[a-z]| \d[\d.]* %)" if layer[-1].isdigit() else r"\b"  # "2.weight", "2 100 %", not "2.5 times"
     return bool(re.search(rf"(?<![\w.]){re.escape(layer)}{end}", text))
 
@@ -105,7 +105,7 @@ def _lead(recording: Recording, told: Told) -> int | None:
 
 
 def seen_by_others(case: Case, recording: Recording) -> dict[str, tuple[int, int | None]]:
-    """By detector: its false alarms, steps in a row being one, and the delay of the first right one, None for none."""
+    """Return by detector: false alarms (one per series of consecutive steps), and the delay of the first right one."""
     first_bad = math.inf if recording.first_bad is None else recording.first_bad
     found = {}
     for name, detector in DETECTORS.items():
@@ -120,7 +120,7 @@ def seen_by_others(case: Case, recording: Recording) -> dict[str, tuple[int, int
 
 
 def steps_of(recording: Recording) -> Steps:
-    """Loss and norm of every step of the loop that has both; a norm with nothing finite in it is NaN."""
+    """Return loss and norm of every step of the loop that has both; the norm is NaN without finite elements."""
     if recording.samples is None:
         return []
     norms = dict(zip(recording.samples.steps.tolist(), recording.samples.total_grad_norm.tolist(), strict=True))
@@ -132,7 +132,7 @@ def steps_of(recording: Recording) -> Steps:
 
 
 def add_up(scores: Iterable[Score]) -> dict[str, Any]:
-    """The table's figures."""
+    """Return the figures of the table."""
     scores = list(scores)
     healthy = [one for one in scores if not one.title and one.delay is None and "|" not in one.case]
     faulty = [one for one in scores if "|" in one.case and one.decidable]
@@ -165,7 +165,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def failures(scores: Iterable[Score]) -> list[str]:
-    """What went wrong, one line each; nothing of a locked family."""
+    """Return one line per mistake, without those of locked families."""
     lines = []
     for one in scores:
         if one.family in LOCKED:
