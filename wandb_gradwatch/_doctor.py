@@ -86,9 +86,6 @@ def _advice(measured: OverheadMeasurement) -> str:
     )
 
 
-# ---- what is installed here, and whether it works
-
-
 @dataclass(frozen=True)
 class Check:
     """The result of one check."""
@@ -205,9 +202,6 @@ def _version_or_none(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-# ---- the overhead of watch(): the same training with and without it, alternating
 
 
 @dataclass(frozen=True)

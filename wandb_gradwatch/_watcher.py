@@ -116,8 +116,6 @@ class Watcher:
         state = "removed" if self._removed else f"step {self.step}"
         return f"Watcher({len(self._registry.names)} parameters, {state})"
 
-    # ---- public methods
-
     @property
     def step(self) -> int:
         """The number of the last finished step."""
@@ -253,8 +251,6 @@ class Watcher:
         """
         self._remove(merge=True)
 
-    # ---- state
-
     @alone
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed training needs, as numbers, lists and tensors.
@@ -280,8 +276,6 @@ class Watcher:
         if self._boundary.in_forked_child or self._parts.merges_ranks:  # in a forked child nothing releases the lock
             return nullcontext()
         return self._boundary.lock
-
-    # ---- ends
 
     def _remove(self, *, merge: bool) -> None:
         if self._removed or self._boundary.in_forked_child:
@@ -351,15 +345,12 @@ class Watcher:
                 logger.exception("wandb_gradwatch could not write the last samples.")
             self._dispatcher.close()
 
-    # ---- from the window to the delivery
-
     def _collect(self) -> None:
         """Deliver what has arrived, unless it may later turn out not to be samples."""
-        if not self._removed:
-            if self._parts.by_hand.withholds:
-                self._say()
-            else:
-                self._deliver()
+        if self._parts.by_hand.withholds and not self._removed:
+            self._say()
+        elif not self._removed:
+            self._deliver()
 
     def _say(self) -> None:
         while self._parts.notices:

@@ -164,3 +164,31 @@ def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
         scale = norm_P[weight] / norm_P[bias] / np.sqrt(size_P[weight] / size_P[bias])
         return snapshot.names[weight], float(scale)
     return None
+
+
+def is_held_up(snapshot: Snapshot, sample: int) -> bool:
+    """Whether a weight is still 0 and has a gradient: none passes it yet, so the layers before it cannot be judged.
+
+    A weight of 0 without a gradient stays 0, and excuses nothing.
+    """
+    is_weight_P = np.array(["bias" not in name for name in snapshot.names])
+    return bool(np.any(is_weight_P & (snapshot.param_norm[sample] == 0) & (snapshot.grad_norm[sample] > 0)))
+
+
+def feed_nothing(
+    dead_L: npt.NDArray[np.bool_], empty_L: npt.NDArray[np.bool_], present_L: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Return which of the dead layers are followed, in model order, by a layer whose inputs are all 0: [L]."""
+    found_L, feeds_nothing = np.zeros_like(dead_L), False
+    for place in np.flatnonzero(present_L)[::-1].tolist():
+        feeds_nothing = bool(empty_L[place]) or (feeds_nothing and bool(dead_L[place]))
+        found_L[place] = feeds_nothing and bool(dead_L[place])
+    return found_L
+
+
+def num_units(snapshot: Snapshot, sample: int) -> FloatArray:
+    """Return each module's number of units, the size of its smallest parameter, as a bias has one per unit: [L]."""
+    modules = modules_of(snapshot.names)
+    size_P = np.where(snapshot.present[sample], snapshot.num_elements[sample], np.inf)
+    size_L: FloatArray = np.minimum.reduceat(size_P[modules.order], modules.starts)
+    return size_L

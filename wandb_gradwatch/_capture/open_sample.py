@@ -55,8 +55,6 @@ class OpenSample(ClipListener):
         self._compared, self._compared_early, self._presumed = (), (), set()
         self._unscaled, self._clipped, self._received, self.by_torch = set(), set(), set(), False
 
-    # ---- after a backward
-
     def measure_present(self, entries: Iterable[Entry]) -> None:
         """Measure every gradient that is present, marked or not: hooks of swapped tensors may not have marked it."""
         present = [entry for entry in entries if entry[1].grad is not None]
@@ -89,8 +87,6 @@ class OpenSample(ClipListener):
                 scaled = getattr(received_by, "grad_scale", None) is not None
             tensors = self._measurer.watched(present, self._parts.registry.names, scaled)
             self._parts.probes.tell(Probe.gradients_ready, tensors)
-
-    # ---- around torch's clipping
 
     @contained
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
@@ -141,8 +137,6 @@ class OpenSample(ClipListener):
         slot_of_id = self._parts.registry.slot_of_id if self._is_clipped_here else {}
         return [(slot, one) for one in parameters if (slot := slot_of_id.get(id(one))) is not None]
 
-    # ---- an update by hand
-
     def updated_by_hand(self, entries: Sequence[Entry]) -> None:
         """Measure the received gradients of an update without an optimizer, which these entries still have.
 
@@ -161,8 +155,6 @@ class OpenSample(ClipListener):
         known = self._received.union(slot for slot, _ in found.changed + found.unchanged)
         if unknown := sorted(measured - known):
             self._parts.window.hide_received(unknown)
-
-    # ---- before a step
 
     def inspect(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         """Compare the gradients that the optimizer is about to use with the measured ones; measure new ones."""
@@ -305,8 +297,6 @@ class OpenSample(ClipListener):
             scaled = getattr(optimizer, "grad_scale", None) is not None  # by a fused optimizer itself
             parts.probes.tell(moment, self._measurer.watched(entries, parts.registry.names, scaled, optimizer))
 
-    # ---- loss scale
-
     def before_unscale(self, optimizer: Optimizer) -> None:
         """Measure what was not measured before a scaler divides this optimizer's gradients in place."""
         found = self._parts.seen.inspect(self._parts.optimizers.entries(optimizer), inside_backward=False)
@@ -329,8 +319,6 @@ class OpenSample(ClipListener):
         there = [(slot, parameter.grad) for slot, parameter in measured if parameter.grad is not None]
         self._parts.seen.remember([slot for slot, _ in there], [gradient for _, gradient in there])
         self._unscaled.update(slot for slot, _ in there)
-
-    # ---- the end
 
     def close(self, closed: Closed) -> None:
         """Commit the closed sample to the window."""

@@ -101,8 +101,6 @@ class Sampler(StepListener, ScaleListener):
             self._guard.stop_voting()
         self.parts.probes.close()
 
-    # ---- marks and backwards
-
     def _arrived(self, slot: int, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
@@ -165,8 +163,6 @@ class Sampler(StepListener, ScaleListener):
     def mute(self, muted: bool) -> None:
         self._clock.muted += 1 if muted else -1
 
-    # ---- between samples
-
     def end_counting(self, *, before_step_of: Optimizer | None = None) -> None:
         rest, self.counter = self.counter, None
         if rest is not None:
@@ -174,8 +170,6 @@ class Sampler(StepListener, ScaleListener):
 
     def counting_failed(self, error: Exception) -> None:
         self.boundary.fail(error)
-
-    # ---- optimizer steps
 
     def follows(self, optimizer: Optimizer) -> bool:
         if (answer := self.parts.optimizers.known_to_follow(optimizer)) is not None:
@@ -296,8 +290,6 @@ class Sampler(StepListener, ScaleListener):
         if self.parts.is_measured:
             self._sample.after_unscale(optimizer)
 
-    # ---- calls of the user
-
     @contained
     def take_loss(self, value: Tensor, *, is_share: bool) -> None:
         """Take the loss of the update under way, from the user or from a framework's integration."""
@@ -311,15 +303,11 @@ class Sampler(StepListener, ScaleListener):
         self._sample.updated_by_hand(self.parts.registry.scan())
         self._commit(self._clock.update())
 
-    # ---- updates without an optimizer
-
     def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
         """Close the sample of an update by hand. The entries still have the gradients that the update has used."""
         self._sample.updated_by_hand(entries)
         self._by_hand.count()
         self._commit(self._clock.update())
-
-    # ---- the end of a sample
 
     def end_sample(self, *, final: bool = False) -> None:
         """Close the open sample if it has had a step or an update by hand.

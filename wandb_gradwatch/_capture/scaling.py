@@ -89,8 +89,6 @@ class LossScales(WrappedFunctions[ScaleListener]):
             known = self._known[optimizer] = OptimizerSteps()
         return known
 
-    # ---- the wrapped methods
-
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
         classes: list[type] = [GradScaler]
         # It overrides `scale` and `unscale_`. Only a program that has imported it can use it.

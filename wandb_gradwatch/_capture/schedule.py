@@ -54,8 +54,6 @@ class Schedule:
         self._budget.start(self._clock.step, now, seconds_spent)
         self.open()
 
-    # ---- the open step
-
     def open(self) -> None:
         """Decide what is due at the open step: it is new, or the schedule has changed."""
         step, cadence = self._clock.open_step, self._cadence
@@ -108,8 +106,6 @@ class Schedule:
             sample = -(-first // every) * every
         flush = self._cadence.next_flush(first)
         return min(sample, flush) if self.window_is_full(flush) else sample
-
-    # ---- what has happened
 
     def add_sample(self, step: int, *, skipped: bool, now: float, seconds_spent: float) -> None:
         """Record that a sample of this step was committed, and plan the next one.

@@ -80,8 +80,6 @@ class Wiring:
         facts, self._facts = self._facts, {}
         return facts
 
-    # ---- gradients that are never reset
-
     def stepped(self, optimizer: Optimizer, key: int, step: int) -> None:
         """An optimizer has stepped: remember its gradients, which should be reset before a backward adds to them."""
         if self._first_versions is None:
@@ -145,8 +143,6 @@ class Wiring:
         if carried is not None and carried.witnesses and carried.nonzero is not None:
             self._facts[keys.WIRING_CARRIED] = carried.nonzero.double()
 
-    # ---- parameters without an optimizer
-
     def _look_for_frozen(self, marked: frozenset[int]) -> None:
         """Scan the model when other parameters get gradients than before: some may have been frozen or unfrozen."""
         self._has_changed |= marked != self._marked_before
@@ -178,8 +174,6 @@ class Wiring:
                 if self._unowned.get(slot) == version_of(parameter):
                     self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
             self._unowned = {}
-
-    # ---- backwards without steps, and steps without backwards
 
     def begins(self) -> None:
         """Record the parameters' versions when watching begins."""

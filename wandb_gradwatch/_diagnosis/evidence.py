@@ -129,8 +129,6 @@ class Evidence:
         """Facts about the layers, in the model's order."""
         return Layers(self.history, self.clean, self.modules)
 
-    # ---- samples
-
     @cached_property
     def bad_S(self) -> npt.NDArray[np.bool_]:
         """Samples with NaN or Inf."""

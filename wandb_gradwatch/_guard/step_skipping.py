@@ -161,8 +161,6 @@ class StepSkipping:
         rows_PC[here] = self._window.peek()[here]
         return Snapshot(np.array([step]), known.names, rows_PC[None], trainable=np.array(known.trainable, dtype=bool))
 
-    # ---- votes of ranks
-
     def abstain(self, entries: Sequence[Entry], version: int) -> None:
         """Abstain from a step that is not checked on this rank, so that ranks that check it do not wait."""
         if (consensus := self._consensuses.of(entries, version)) is not None:
@@ -193,8 +191,6 @@ class StepSkipping:
         """Stop voting, because the watcher is removed. Further calls do nothing."""
         if self._voter is not None:
             STEP_HOOKS.unsubscribe(self._voter)
-
-    # ---- after a step
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Restore the gradients and `found_inf` of this optimizer, or of all."""
@@ -270,8 +266,6 @@ class StepSkipping:
                 for one in step["opinions"]
             ]
             self._unlearnt.append(_Step(step["number"], opinions, step["was_read"]))
-
-    # ---- the decision
 
     def _sums(self, slots: tuple[int, ...], home: torch.device, consensus: RankConsensus | None) -> Tensor:
         """Return the number of non-finite elements (from the backward or at the optimizer) and the sum of squares: [2].

@@ -49,7 +49,7 @@ _jit: Final = numba.njit(**_ONLY_FOR_LOOPS)
 # The compiler may reorder additions, which it needs to vectorise them. NaN and Inf keep their meaning.
 _jit_sums: Final = numba.njit(**_ONLY_FOR_LOOPS, fastmath={"reassoc", "contract", "nsz"})
 
-# ---- words: numba widens 32-bit integers in arithmetic, which would waste half of each vector
+# Words: numba widens 32-bit integers in arithmetic, which would waste half of each vector.
 
 
 def _word_intrinsic(build: Callable[..., Any]) -> Any:
@@ -173,9 +173,6 @@ def _widened_half(typing_context, half):
     return types.uint32(half), build
 
 
-# ---- one block
-
-
 @_jit
 def _block(address, start, count, kind, scratch):
     """Return the words of `count` elements: [E]; 16-bit elements are widened into scratch, others read in place."""
@@ -291,9 +288,6 @@ def _add_pairs(pairs, first, spare, bins, histogram):
         histogram[bins[_code_of(slot, first, bins)]] += np.int64(spare[slot])
 
 
-# ---- one tensor
-
-
 @_jit
 def _gradient(address, size, kind, layout, dead, scratch, spare, row, pairs, bins, histogram):
     """Fill in the gradient's columns of a row, and the histogram if it is not empty.
@@ -394,9 +388,6 @@ def _parameter(address, size, kind, infinity, scratch, row):
             row[PARAM_NUM_NONFINITE] += words.size - _num_within(words, _minus_one(_doubled(infinity)))
             squares = _statistics(_without_nonfinite(words, _doubled(infinity), words.dtype.type(0), scratch))[5]
         row[PARAM_SUM_SQ] += squares
-
-
-# ---- a list of tensors
 
 
 def _measure(table, parameter_table, dead32, dead64, bins32, bins64, rows, histogram):

@@ -106,9 +106,6 @@ def build_launcher(compiled: Any) -> None:
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
-# ---- reading
-
-
 @triton.jit
 def _chunk(table, chunks, num_chunks, chunk):
     """Return a chunk's tensor, address, number of elements (0 if the tensor's address is 0) and dtype."""
@@ -171,9 +168,6 @@ def _first(tile, DTYPE: tl.constexpr):
 def _second(tile):
     """Return the second elements of a tile of pairs."""
     return (tile & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-# ---- the histogram
 
 
 @triton.jit
@@ -249,7 +243,6 @@ def _store_partials(partials, num_chunks, nans, infs, zeros, deads, total, total
     tl.store(partials + 8 * num_chunks, smallest)
 
 
-# ---- ordinary chunks
 # Four tiles are reduced to one value per lane. A loop with `total += tl.sum(load)` would crash Triton 3.6's compiler.
 
 
@@ -422,9 +415,6 @@ def measure_chunks(
                 _add_histogram(histogram, tensor, counts, num_zero)
         else:
             tl.store(partials, _REFUSED)
-
-
-# ---- chunks that measure_chunks leaves out or refuses
 
 
 @triton.jit

@@ -146,8 +146,6 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._num_origins = 0
         self.near_overflow: dict[str, None] = {}
 
-    # ---- which module
-
     @contextmanager
     def follow_modules(self) -> Iterator[None]:
         def enter(module: nn.Module, _: object) -> None:
@@ -165,8 +163,6 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             ):
                 stack.callback(handle.remove)
             yield
-
-    # ---- every operation
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -241,8 +237,6 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             found = Finding(call.operation, call.module, direction, call.file, call.line, inputs, words)
             origin = _Origin(found, self._num_origins, writes_inf and not has_nan and not reads_unknown)
         self._origins[_storage(output)] = (output, origin)
-
-    # ---- origins of a tensor's bad elements
 
     def look_at(self, tensor: Tensor, kind: str, name: str) -> Finding | None:
         """Check a parameter, buffer or input before anything runs."""

@@ -203,9 +203,6 @@ def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-# ---- the page of several runs: the first compared with each of the others
-
-
 def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], Blob]:
     """Build the content of the page of several runs: (JSON-able content, bytes).
 

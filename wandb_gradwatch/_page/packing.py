@@ -117,9 +117,6 @@ def pack_histograms(
     return {"bins": bins, "items": items}
 
 
-# ---- more rows than a picture has columns: pool neighbouring rows without losing extremes
-
-
 def pool_width(num_rows: int, max_columns: int) -> int:
     """Return how many neighbouring rows to pool so that at most `max_columns` remain."""
     return max(1, math.ceil(num_rows / max_columns))
@@ -168,9 +165,6 @@ def pool_extremes(steps_N: FloatArray, values_N: FloatArray, most: int) -> tuple
     pairs = ((steps_N[starts], steps_N[ends]), extremes)
     steps, values = (np.stack(pair, axis=1).ravel()[:num_points] for pair in pairs)
     return steps, values
-
-
-# ---- data kept while a file is read, thinned if there is too much
 
 
 class RowColumns:

@@ -132,9 +132,6 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-# ---- untrusted texts: they can neither run code nor hide characters
-
-
 def visible_text(text: str) -> str:
     """Make invisible characters and those that change the text's direction visible: U+202E becomes ‹U+202E›."""
     hides = {char for char in set(text) - set("\n\t") if unicodedata.category(char) in ("Cf", "Cc", "Cs", "Co")}

@@ -104,9 +104,6 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
     }
 
 
-# ---- names x steps, one matrix per metric: the layers, and the families of watch(metrics=...)
-
-
 def _grids(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
     """Return the layers' grid first, then one grid per family of watch(metrics=...), with its histograms."""
     values, num_rows = history.values, len(history.steps)
@@ -144,9 +141,6 @@ def _grid(key: str, history: RunHistory, found: _Series, width: int, blob: Blob)
 
 def _metric_order(metric: str) -> tuple[int, str]:
     return (_METRIC_ORDER.index(metric) if metric in _METRIC_ORDER else len(_METRIC_ORDER)), metric
-
-
-# ---- the user's own scalars, and the flight recorder
 
 
 def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
@@ -198,9 +192,6 @@ def _jsonable(values: FloatArray) -> list[float | None]:
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-# ---- other horizontal axes than optimizer steps: time, W&B's step, and counts logged by the user
-
-
 def other_axes(history: RunHistory) -> list[dict[str, Any]]:
     """Return each available axis: its label, whether it is time in seconds, and its values at optimizer steps."""
     candidates = []
@@ -250,9 +241,6 @@ def knots(steps: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray
         return None
     kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MAX_KNOTS)).round().astype(int))
     return steps[kept], values[once][kept]
-
-
-# ---- the first bad operation in an alert's text
 
 
 def without_finding(text: str) -> tuple[str, list[tuple[str, str]]]:

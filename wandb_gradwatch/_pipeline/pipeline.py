@@ -135,8 +135,6 @@ class Pipeline:
         if raised:
             raise raised[0]
 
-    # ---- samples
-
     @np.errstate(over="ignore", invalid="ignore")
     def _take(self, sample: ArrivedSample) -> None:
         if self._rank_parts is not None:
@@ -214,8 +212,6 @@ class Pipeline:
             return sample
         return replace(sample, histograms=merge_histograms([*earlier, sample.histograms]))
 
-    # ---- windows
-
     def _end_window(self, flush: ArrivedFlush) -> None:
         samples, self.window = self.window, []
         if not samples:
@@ -261,8 +257,6 @@ class Pipeline:
             began = time.perf_counter()
             self._dispatcher.write(snapshot)
             self._news.seconds_on_rows += time.perf_counter() - began
-
-    # ---- ends
 
     def stop_merging(self) -> None:
         """Do not merge over ranks any more, at exit or after an exception: other ranks may have ended."""

@@ -111,8 +111,6 @@ class RankMerger:
             self._thread.join(_CLOSING_WAIT)
             self._thread = None
 
-    # ---- in the thread
-
     def _run(self) -> None:
         tree: RankTree | None = None
         while (window := self._todo.get()) is not None:

@@ -204,9 +204,6 @@ def _find_report(entity: str, project: str, title: str) -> str | None:
     return None if newest is None else str(newest.id)
 
 
-# ---- the workspace view
-
-
 def save_workspace(entity: str, project: str) -> str:
     """Save the view, or update the one with its name, whoever saved it, and return its URL.
 
@@ -266,9 +263,6 @@ def _find_view(workspaces: Any, entity: str, project: str) -> Any:
         if "not found in project" in str(error):  # the project exists, but the view does not
             return None
         raise no_project(entity, project) from error
-
-
-# ---- previews
 
 
 def write_preview(

@@ -60,8 +60,6 @@ class SampleBuffer:
             for buffer in self._everywhere():
                 buffer.grow(num_names)
 
-    # ---- the open sample
-
     def write(self, slots: Sequence[int], measurement: Measurement) -> None:
         """Write rows of ascending slots [N] into the open sample, replacing earlier ones."""
         buffer = self._on(measurement.rows.device)
@@ -142,8 +140,6 @@ class SampleBuffer:
         """Discard the open sample, and open the next."""
         for buffer in self._everywhere():
             buffer.forget_sample()
-
-    # ---- transfer to the host
 
     def peek(self) -> FloatArray:
         """The open sample's rows [P, C]. Waits for the device, because the guard must decide before the step."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .._analysis.depth import depth_trends
 from .._analysis.formatting import listing, number, worst_first
-from .._analysis.layers import dead_units, modules_of, without_inputs
+from .._analysis.layers import dead_units, feed_nothing, is_held_up, modules_of, num_units, without_inputs
 from .._analysis.memory import ALIKE, Streaks
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
@@ -294,9 +294,9 @@ class DeadGradient(ShippedRule):
             never_L = suddenly_L & (before_L == 0)
             # Dead units give the next layer inputs of 0. A loss that ignores an output in some samples (a clipped value
             # loss, free bits, a satisfied hinge loss) makes the same zeros, but gives no layer inputs of 0.
-            chance_L = np.where(_feed_nothing(all_dead_L, empty_L, present_L), chance_L, chance_L ** (1 / ALIKE))
+            chance_L = np.where(feed_nothing(all_dead_L, empty_L, present_L), chance_L, chance_L ** (1 / ALIKE))
             suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(snapshot, sample, never_L)
-            suddenly_L &= ~(never_L & _is_held_up(snapshot, sample))
+            suddenly_L &= ~(never_L & is_held_up(snapshot, sample))
         return suddenly_L
 
     def _are_the_same(self, snapshot: Snapshot, sample: int, recent: FloatArray) -> npt.NDArray[np.bool_]:
@@ -304,12 +304,12 @@ class DeadGradient(ShippedRule):
         has_many_L: npt.NDArray[np.bool_] = recent[-1] >= self.max_ratio
         if len(recent) < self.patience or not np.count_nonzero(has_many_L):
             return np.zeros_like(has_many_L)
-        size_L = _num_units(snapshot, sample)
+        size_L = num_units(snapshot, sample)
         by_chance_L = self._by_chance(size_L)
         risen_L = recent[-1] - (recent[0] if len(recent) > 2 else 0.0) > _AT_ONCE
         if not np.count_nonzero(has_many_L & ((recent[-1] >= by_chance_L) | risen_L)):
             return np.zeros_like(has_many_L)  # half of a narrow layer is often off
-        waiting_L = (recent == 1.0).all(axis=0) & _is_held_up(snapshot, sample)
+        waiting_L = (recent == 1.0).all(axis=0) & is_held_up(snapshot, sample)
         newest, earlier = recent[-2:], recent[:-2]
         have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)
         # The rise must exceed the earlier range: with steps between samples, units that die one by one rise far too.
@@ -335,8 +335,8 @@ class DeadGradient(ShippedRule):
         Gradients do not pass a weight that is 0 at first, and a few units may be off by chance.
         """
         num = int(np.argmin(dead_L)) if not dead_L.all() else 0
-        is_waiting = np.isnan(snapshot.param_norm[sample]).any() or _is_held_up(snapshot, sample)
-        if not num or dead_L[num:].any() or is_waiting or _num_units(snapshot, sample)[num - 1] < _MIN_UNITS:
+        is_waiting = np.isnan(snapshot.param_norm[sample]).any() or is_held_up(snapshot, sample)
+        if not num or dead_L[num:].any() or is_waiting or num_units(snapshot, sample)[num - 1] < _MIN_UNITS:
             return np.zeros_like(dead_L)
         return dead_L
 
@@ -383,34 +383,6 @@ class DeadGradient(ShippedRule):
             cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
             remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
-
-
-def _is_held_up(snapshot: Snapshot, sample: int) -> bool:
-    """Whether a weight is still 0 and has a gradient: none passes it yet, so the layers before it cannot be judged.
-
-    A weight of 0 without a gradient stays 0, and excuses nothing.
-    """
-    is_weight_P = np.array(["bias" not in name for name in snapshot.names])
-    return bool(np.any(is_weight_P & (snapshot.param_norm[sample] == 0) & (snapshot.grad_norm[sample] > 0)))
-
-
-def _feed_nothing(
-    dead_L: npt.NDArray[np.bool_], empty_L: npt.NDArray[np.bool_], present_L: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
-    """Return which of the dead layers are followed, in model order, by a layer whose inputs are all 0: [L]."""
-    found_L, feeds_nothing = np.zeros_like(dead_L), False
-    for place in np.flatnonzero(present_L)[::-1].tolist():
-        feeds_nothing = bool(empty_L[place]) or (feeds_nothing and bool(dead_L[place]))
-        found_L[place] = feeds_nothing and bool(dead_L[place])
-    return found_L
-
-
-def _num_units(snapshot: Snapshot, sample: int) -> FloatArray:
-    """Return each module's number of units, the size of its smallest parameter, as a bias has one per unit: [L]."""
-    modules = modules_of(snapshot.names)
-    size_P = np.where(snapshot.present[sample], snapshot.num_elements[sample], np.inf)
-    size_L: FloatArray = np.minimum.reduceat(size_P[modules.order], modules.starts)
-    return size_L
 
 
 def _alike(share_NL: FloatArray, size_L: FloatArray) -> npt.NDArray[np.bool_]:

@@ -109,7 +109,7 @@ class Snapshot:
         present: npt.NDArray[np.bool_] = ~np.isnan(self.num_elements)
         return present
 
-    # ---- one name in one sample, before clipping unless stated otherwise: all [S, P]
+    # One name in one sample, before clipping unless stated otherwise: [S, P] each.
 
     @derived
     def num_elements(self) -> FloatArray:
@@ -226,7 +226,7 @@ class Snapshot:
         """grad_norm / param_norm; NaN for a parameter that is all zero (a fresh bias, LoRA's B)."""
         return ratio(self.grad_norm, self.param_norm)
 
-    # ---- the whole model: all [S]
+    # The whole model: [S] each.
 
     @derived
     def total(self) -> Snapshot:
@@ -323,8 +323,6 @@ class Snapshot:
         """Each sample in plain Python numbers, for a fast first check by the rules."""
         return overview_of(self)
 
-    # ---- distributions
-
     @property
     def edges(self) -> FloatArray:
         """Edges of the histogram's bins: [B + 1], from -inf to +inf; both edges of the bin of zeros are 0."""
@@ -373,8 +371,6 @@ class Snapshot:
         """True for the samples that the histogram counts: [S]."""
         counted = set(self.histogram_steps)
         return np.array([step in counted for step in self.steps.tolist()], dtype=bool)
-
-    # ---- other shapes of the same samples
 
     def by_group(self, group_by: GroupBy) -> Snapshot:
         """Merge parameters into groups, in the order in which the groups first appear.

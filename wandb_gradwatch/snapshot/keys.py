@@ -16,7 +16,7 @@ PREFIX: Final = "gradwatch/"
 STEP: Final = "gradwatch/step"  # step of the row's last sample; the step metric (x axis) of every other key
 FLIGHT_RECORDER: Final = "gradwatch/flight_recorder"  # a table
 
-# ---- the whole model
+# The whole model.
 
 GRAD_NORM: Final = "gradwatch/grad_norm"
 GRAD_NORM_MAX: Final = "gradwatch/grad_norm_max"
@@ -65,7 +65,7 @@ FIRST_NONFINITE_RANK: Final = "gradwatch/first_nonfinite_rank"  # sharded: the f
 FORMATS: Final = ("fp16", "bf16", "fp8_e5m2", "fp8_e4m3")
 FORECASTS: Final = ("underflow_ratio", "flush_ratio", "headroom")
 
-# ---- one layer, in the order of the charts
+# One layer, in the order of the charts.
 
 LAYER_GRAD_NORM: Final = "grad_norm"
 LAYER_GRAD_NORM_MAX: Final = "grad_norm_max"
@@ -92,7 +92,7 @@ GRADIENT_HISTOGRAMS: Final = "gradients"  # wandb.watch uses the same two famili
 PARAMETER_HISTOGRAMS: Final = "parameters"
 HISTOGRAM_FAMILIES: Final = (GRADIENT_HISTOGRAMS, PARAMETER_HISTOGRAMS)
 
-# ---- values measured by watch(metrics=...), in the order of the charts
+# Values measured by watch(metrics=...), in the order of the charts.
 
 ACTIVATION: Final = "activation"
 ATTENTION: Final = "attention"
