@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import wandb_gradwatch
 from wandb_gradwatch import Snapshot
 from wandb_gradwatch.sinks import Sink, WandbSink
-from wandb_gradwatch.sinks._history_row import NUM_PICTURE_BINS
+from wandb_gradwatch.sinks._history_row import NUM_LOGGED_BINS
 from wandb_gradwatch.snapshot import keys
 
 LOG_EVERY = 50  # the default of watch()
@@ -185,7 +185,7 @@ class _RowOfWandb(Attached):
         of_all = [*of_model, *(key for family in families for key in family)]
         self._row: dict[str, Any] = dict(zip(of_all, rng.standard_normal(len(of_all)).tolist(), strict=True))
         for key in keys.layer_keys(keys.GRADIENT_HISTOGRAMS, names) if histograms else ():
-            counts, edges = np.histogram(rng.standard_normal(1000), NUM_PICTURE_BINS)
+            counts, edges = np.histogram(rng.standard_normal(1000), NUM_LOGGED_BINS)
             self._row[key] = wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist()))
         self._run = run
 

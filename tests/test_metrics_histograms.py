@@ -17,7 +17,7 @@ from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
 from wandb_gradwatch._measure.probe_values import MetricHistogram
 from wandb_gradwatch.metrics import Activations
 from wandb_gradwatch.metrics._rows import RowTally
-from wandb_gradwatch.sinks._history_row import NUM_PICTURE_BINS, HistoryRow, Rebinner
+from wandb_gradwatch.sinks._history_row import NUM_LOGGED_BINS, HistoryRow, Rebinner
 
 SGD = torch.optim.SGD
 KEY = "activation/inner/histogram"
@@ -144,7 +144,7 @@ def test_in_the_run_it_is_a_histogram_with_even_edges_and_not_in_the_summary(sta
     found = [row[key] for row in recorded.history if key in row]
     assert [histogram["_type"] for histogram in found] == ["histogram", "histogram"]
     widths = np.diff(found[0]["bins"])
-    assert len(widths) == NUM_PICTURE_BINS
+    assert len(widths) == NUM_LOGGED_BINS
     np.testing.assert_allclose(widths, widths[0], rtol=1e-9)
     assert sum(found[0]["values"]) == 20
     assert not [name for name in recorded.summary if name.startswith("activation/")]

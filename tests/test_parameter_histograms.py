@@ -13,7 +13,7 @@ from offline import history
 
 import wandb_gradwatch
 from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
-from wandb_gradwatch.sinks._history_row import NUM_PICTURE_BINS, HistoryRow
+from wandb_gradwatch.sinks._history_row import NUM_LOGGED_BINS, HistoryRow
 
 GRADIENT = torch.tensor([0.5, -3.0, 1.0, 0.0])  # from ones, with a learning rate of 1: 0.5, 4, 0, 1
 
@@ -105,7 +105,7 @@ def test_w_and_b_gets_the_picture_under_the_key_of_wandb_watch_and_not_in_the_su
     for family in ("gradients", "parameters"):
         assert f"{family}/0/weight" not in set(offline_run.summary.keys())
         bins = row[f"{family}/0/weight.values"]
-        assert len(bins) == NUM_PICTURE_BINS
+        assert len(bins) == NUM_LOGGED_BINS
         assert sum(bins) == 6
 
 

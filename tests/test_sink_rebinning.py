@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from windows import window
 
-from wandb_gradwatch.sinks._history_row import HALF_BINS, NUM_PICTURE_BINS, HistoryRow, Rebinner
+from wandb_gradwatch.sinks._history_row import HALF_BINS, NUM_LOGGED_BINS, HistoryRow, Rebinner
 from wandb_gradwatch.snapshot import Snapshot
 
 
@@ -24,7 +24,7 @@ def picture(values: list[float]) -> tuple[list[int], list[float]]:
 
 def test_zero_is_in_the_middle_bin() -> None:
     counts, edges = picture([0.0, 0.0, 1.0, -1.0])
-    assert len(counts) == NUM_PICTURE_BINS == 65
+    assert len(counts) == NUM_LOGGED_BINS == 65
     assert edges == [-edge for edge in reversed(edges)]
     assert edges[HALF_BINS] < 0 < edges[HALF_BINS + 1]
     assert counts[HALF_BINS] == 2

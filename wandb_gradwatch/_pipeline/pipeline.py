@@ -166,7 +166,7 @@ class Pipeline:
                 self._say_zeroed(sample.sample.step)
         finally:
             if not self._parts.merges_ranks:
-                self._rule_runner.judge([sample], self._names())
+                self._rule_runner.check([sample], self._names())
 
     def _derived(self, sample: ArrivedSample) -> ArrivedSample:
         """Add the metrics that the probes derive from the sample's sums, which are those of all ranks."""
@@ -249,10 +249,10 @@ class Pipeline:
         if self._whole is None:  # totals need the parts of all parameters, unknown for those of other ranks
             snapshot = with_totals(snapshot, self._totals())
         self._newest = self._unreturned = snapshot
-        self._dispatcher.recorder.picture(snapshot)  # before the rules, because alerts may use the histogram
+        self._dispatcher.recorder.keep_histogram(snapshot)  # before the rules, because alerts may use the histogram
         try:
             if unseen:
-                self._rule_runner.judge(unseen, known)
+                self._rule_runner.check(unseen, known)
         finally:  # a user's callback may raise
             began = time.perf_counter()
             self._dispatcher.write(snapshot)

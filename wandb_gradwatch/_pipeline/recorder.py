@@ -70,9 +70,9 @@ class FlightRecorder:
                 of_sample = {name: kept[name][index : index + 1].copy() for name in _OF_SAMPLES}
                 metrics = {key: values[index : index + 1].copy() for key, values in snapshot.metrics.items()}
                 self._samples.append(kept | of_sample | {"metrics": metrics})
-        self.picture(snapshot)
+        self.keep_histogram(snapshot)
 
-    def picture(self, snapshot: Snapshot) -> None:
+    def keep_histogram(self, snapshot: Snapshot) -> None:
         """Keep the histogram of these samples, if there is one, in place of the older one. Does not add samples."""
         if snapshot.histogram is not None and len(snapshot):
             self._newest_histogram = replace(

@@ -34,7 +34,7 @@ class RuleRunner:
         self._modules = modules
         self._seconds_on_alerts = 0.0
 
-    def judge(self, samples: Sequence[ArrivedSample], known: Names) -> None:
+    def check(self, samples: Sequence[ArrivedSample], known: Names) -> None:
         """Run the rules on at least one sample, with these names, and send the alerts."""
         snapshot = snapshot_of(samples, known)
         self._dispatcher.recorder.add(snapshot)  # first, because the history of an alert must contain its own sample

@@ -43,10 +43,10 @@ _NUMBER_BYTES: Final = 24  # size of a float and its comma in JSON
 _BIN_BYTES: Final = 34  # size of a histogram edge and a count up to 10^8 in JSON
 
 HALF_BINS: Final = 32
-NUM_PICTURE_BINS: Final = 2 * HALF_BINS + 1
+NUM_LOGGED_BINS: Final = 2 * HALF_BINS + 1
 _SHOWN: Final = 0.999
 _STICKY_OCTAVES: Final = 2  # a range is kept until it is too narrow, or more than this many octaves too wide
-_LOWER_EDGES_K: Final = np.arange(NUM_PICTURE_BINS + 1) - HALF_BINS - 0.5  # in bin widths; dyadic, so short in JSON
+_LOWER_EDGES_K: Final = np.arange(NUM_LOGGED_BINS + 1) - HALF_BINS - 0.5  # in bin widths; dyadic, so short in JSON
 _FINITE_EDGES: Final = np.nan_to_num(histogram_edges())  # of the snapshot's bins
 
 # Names of further statistics of every layer; or a dict from such a name to a regex to search for in layers' names.
