@@ -72,14 +72,14 @@ STEP = 0.1  # seconds of a step without the monitor
 
 @dataclass
 class Simulated:
-    """A training that a budget watches: what it has sampled, and the time that it has taken."""
+    """A simulated training under a budget: its sampled steps, and the time that monitoring has taken."""
 
     cost: Callable[[int], float]  # seconds of a sample, by step
-    row: float = 0.0  # seconds
+    row: float = 0.0  # seconds of a row
     log_every: int = 50
     step_seconds: Callable[[int], float] = lambda _: STEP
-    counting: float = 0.0  # seconds, at every step that is not sampled
-    once: dict[int, float] = field(default_factory=dict)  # seconds in addition, by the number of the sample, from 0
+    counting: float = 0.0  # seconds of each step that is not sampled
+    once: dict[int, float] = field(default_factory=dict)  # additional seconds, by the number of the sample, from 0
     budget: Budget = field(default_factory=lambda: Budget(0.01))
     trained: float = 0.0
     spent: float = 0.0
@@ -110,7 +110,7 @@ class Simulated:
 
     @property
     def intervals(self) -> list[int]:
-        """Between one sample and the next."""
+        """The numbers of steps between consecutive samples."""
         return [later - earlier for earlier, later in pairwise(self.sampled)]
 
     @property
@@ -118,17 +118,17 @@ class Simulated:
         return self.spent / self.trained
 
 
-COSTS = [0.001, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]  # in steps
+COSTS = [0.001, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]  # in units of a step's time
 LIMIT = 0.01 * (1 + 1e-9)
 
 
-# A row of 200 steps' time would be all that 20,000 steps earn.
+# A row that costs the time of 200 steps would use all the credit of 20,000 steps.
 @pytest.mark.parametrize(("cost", "row"), [(c, 0.0) for c in COSTS] + [(c, 2.0) for c in COSTS if c < 100])
 def test_at_most_one_percent_and_all_of_it_where_there_is_something_to_measure(cost, row):
     seen = Simulated(lambda _: cost * STEP, row=cost * row * STEP).run(20_000)
-    assert seen.sampled[0] == 1  # every tensor has been seen
-    # All that 20,000 steps earn is 200 steps' time. A sample and its row may just not be covered at the end, or be one
-    # too many where they take what 1,000 steps earn; every step at less than 1 % cannot cost more.
+    assert seen.sampled[0] == 1  # the first step is always sampled
+    # 20,000 steps earn the time of 200 steps. At the end one sample with its row may be missing or be too many. If a
+    # sample costs less than 1 % of a step, even sampling every step cannot cost more.
     last = cost * (1 + row) / 20_000
     assert seen.share <= LIMIT + last * (cost > 10)
     assert seen.share >= min(0.008, 0.01 - last, cost)
@@ -139,33 +139,33 @@ def test_at_most_one_percent_and_all_of_it_where_there_is_something_to_measure(c
 def test_a_cost_that_changes_in_mid_run(before, after):
     seen = Simulated(lambda number: (before if number <= 10_000 else after) * STEP).run(20_000)
     assert seen.share <= LIMIT + after / 20_000 * (after > 30)
-    # Below 1 % every step is sampled and the rest is not needed; of costs above three steps a sample or a debt of them
-    # may be open at the end.
+    # Below 1 % every step is sampled, and credit is left over. Above three steps the credit or the debt of a sample may
+    # remain at the end.
     if min(before, after) >= 0.01 and max(before, after) <= 3:
         assert seen.share >= 0.008
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_has_happened_the_next_sample_comes_as_soon_as_it_is_earned_twice(seed):
-    # What takes long once: a compilation, a page, an alert's words, a disk that hangs: up to 10,000 steps' time.
+    # One-time costs, such as a compilation, a page, an alert or a slow disk: up to the time of 10,000 steps.
     chance = random.Random(seed)
     once = {number: STEP * 10 ** chance.uniform(0, 4) for number in chance.sample(range(0, 60, 3), 4)} | {0: 500 * STEP}
     begins = [0, *sorted(chance.randrange(20_000) for _ in range(3))]
-    costs = [10 ** chance.uniform(-2, 0.69) for _ in begins]  # up to 5 steps' time
+    costs = [10 ** chance.uniform(-2, 0.69) for _ in begins]  # up to the time of 5 steps
     seen = Simulated(
         lambda n: STEP * next(c for b, c in zip(begins[::-1], costs[::-1], strict=True) if n >= b), once=once
     )
     seen.run(40_000)
-    assert max(seen.intervals) <= 1000  # so a NaN that stays is never older
-    # Of one step's time 100 steps earn one percent, 200 twice; a fifth is lost to round numbers, and three samples show
-    # what they cost from now on.
+    assert max(seen.intervals) <= 1000  # so a persistent NaN is found within 1,000 steps
+    # For a sample of one step's time 100 steps earn it once, and 200 twice. A fifth is lost by rounding the interval. A
+    # new cost is known after three samples.
     settled = [interval for interval, at in zip(seen.intervals, seen.sampled, strict=False) if at > begins[-1] + 5_000]
     dear = [number in once for number in range(len(seen.sampled))][-len(settled) - 1 : -1]
     assert all(i <= max(2 * 100 * costs[-1] * 1.25, 2) for i, is_dear in zip(settled, dear, strict=True) if not is_dear)
 
 
 def test_what_takes_long_once_is_paid_back_with_half_of_what_is_earned():
-    # 1,500 steps' time at the first sample: of 200 that 20,000 steps earn half is left for samples of one step's.
+    # The first sample costs 1,500 steps' time. Of the 200 that 20,000 steps earn, half pays for samples of one step.
     seen = Simulated(lambda _: STEP, once={0: 1500 * STEP}).run(20_000)
     assert 80 <= len(seen.sampled) <= 2 + 100
 
@@ -178,18 +178,18 @@ def test_steps_that_become_slower_or_faster(factor):
 
 @pytest.mark.parametrize(("cost", "expected"), [(0.001, 10), (1.0, 10), (10.0, 5), (100.0, 2)])
 def test_the_first_steps_are_sampled_as_long_as_that_is_paid_back(cost, expected):
-    # 50 steps' time may be owed: five samples of 10 steps. The second is always taken: the first may be no measure.
+    # A debt of 50 steps' time is allowed: five samples of 10. The second sample is always taken.
     assert Simulated(lambda _: cost * STEP).run(10).sampled == list(range(1, expected + 1))
 
 
 def test_after_the_first_steps_the_debt_is_paid_back_while_samples_go_on():
-    # Ten samples of one step's time: a debt of 1,000 steps' earnings. Half of them are for further samples: 5, or 4.
+    # Ten samples of one step's time: a debt of what 1,000 steps earn. Half of the credit pays for more samples: 5 or 4.
     sampled = Simulated(lambda _: STEP).run(2_000).sampled[10:]
     assert len([number for number in sampled if number <= 1_000]) >= 4
 
 
 def test_something_unusual_is_looked_at_step_by_step():
-    # Of 200 steps' time in 20,000 steps a tenth is put aside: 20 samples of one step's, and 32 of half a step's.
+    # Of 200 steps' time in 20,000 steps a tenth is saved: 20 samples of one step's time, or 32 of half a step.
     for cost, expected in ((1.0, 18), (0.5, Budget.BURST)):
         first = Simulated(lambda _, cost=cost: cost * STEP).run(20_000)
         at = first.sampled[-1]
@@ -201,7 +201,7 @@ def test_something_unusual_is_looked_at_step_by_step():
 
 
 def test_what_is_unusual_at_every_sample_costs_no_more_than_what_is_not():
-    # A NaN that stays: every sample asks for a closer look.
+    # Like a persistent NaN: every sample starts a burst.
     clock = SampleClock()
     schedule = Schedule(clock, Cadence(None), Budget(0.01))
     schedule.start(0.0, 0.0)
@@ -216,11 +216,11 @@ def test_what_is_unusual_at_every_sample_costs_no_more_than_what_is_not():
         schedule.open()
         if is_sampled:
             schedule.look_closely()
-    assert 160 <= len(sampled) <= 200  # of one step's time each
+    assert 160 <= len(sampled) <= 200  # each costs the time of one step
 
 
 def test_rows_wait_for_as_many_samples_as_they_cost():
-    # A row of seven samples' time, and every row holds about as many.
+    # A row costs as much as seven samples, and holds about as many.
     seen = Simulated(lambda _: STEP, row=7 * STEP, log_every=1).run(20_000)
     settled = [len([number for number in steps if number > 5_000]) for steps in (seen.sampled, seen.rows)]
     assert 5 <= settled[0] / settled[1] <= 9
@@ -228,9 +228,9 @@ def test_rows_wait_for_as_many_samples_as_they_cost():
 
 @pytest.mark.parametrize(("counting", "share", "least"), [(0.003, 0.01, 120), (0.005, 0.01, 80), (0.02, 0.0235, 50)])
 def test_what_counting_steps_takes_is_part_of_the_budget_and_no_cost_of_a_sample(counting, share, least):
-    # Of one step's time each: 0.7 % of 20,000 steps are 140 samples, 0.5 % are 100; some are lost to round numbers, and
-    # to what is put aside. Where counting alone takes more than all that is earned, a sample comes when twice its cost
-    # is earned by half of one percent: after 400 steps, and 50 of them take 0.25 %.
+    # Samples of one step's time: 0.7 % of 20,000 steps are 140 samples, 0.5 % are 100; rounding and savings take some.
+    # If counting costs more than the whole budget, half of one percent is left for samples, which come when it has
+    # earned twice their cost: after 400 steps, and 50 of them take 0.25 %.
     seen = Simulated(lambda _: STEP, counting=counting * STEP).run(20_000)
     assert seen.share <= share
     assert len(seen.sampled) >= least
@@ -240,7 +240,7 @@ def test_what_counting_steps_takes_is_part_of_the_budget_and_no_cost_of_a_sample
 
 
 def test_two_ranks_of_unequal_speed_sample_the_same_steps():
-    # Rank 0 pays one step's time for a sample and rank 1 twice that.
+    # A sample costs one step's time on rank 0, and two on rank 1.
     store = torch.distributed.HashStore()
     ranks = []
     for rank in range(2):
@@ -302,8 +302,8 @@ def trained(steps, **options):
 
 def test_by_default_the_first_steps_are_sampled_and_later_fewer():
     seen = trained(60, sample_every=None, max_overhead=1e-6)
-    # A millionth: after the first ten nothing is covered for hours, and they end earlier where 0.25 s of debt, or fifty
-    # steps' time, do not hold them, as on a machine that is busy.
+    # A millionth does not cover another sample for hours. On a busy machine even the first ten samples may exceed the
+    # allowed debt of 0.25 s or of fifty steps' time.
     assert list(seen.steps) == list(range(1, len(seen) + 1))
     assert 1 <= len(seen) <= 10
 
@@ -338,7 +338,7 @@ def test_an_alert_from_a_sparse_cadence_names_its_interval(every):
     watcher.remove()
     nan, mine = (next(alert for alert in alerts if alert.title == title) for title in ("NaN gradient", "Mine"))
     said = "What happened between steps {} and {} was not measured."
-    # Every fourth step: 4, 8 and 12 are samples. Where every step is one, there is nothing to add.
+    # Every fourth step is sampled: 4, 8 and 12. If every step is sampled, the text has no such line.
     assert (f"\n{said.format(4, 8)}\nProbable cause: " in nan.text) == (every == 4)
     assert mine.text == ("norm 3" if every == 1 else f"norm 3\n{said.format(8, 12)}")
     assert ("between steps" in nan.text) == (every == 4)
@@ -360,12 +360,12 @@ def test_a_sample_that_is_unusual_has_the_next_steps_looked_at():
     for value in (1, 1, 1, 1, 2, 4, 1, 1, float("nan"), 1):
         step(model, optimizer, a=[value])
     watcher.remove()
-    # At 5 there is an alert, though twice the usual norm is nothing unusual; four times is, and so is NaN.
+    # Step 5 has an alert, but twice the usual norm is not unusual. Four times the usual norm is, and so is NaN.
     assert looked == [5, 6, 9]
 
 
 def test_what_an_alert_takes_makes_no_samples_fewer(monkeypatch):
-    # Each callback takes an hour, which no budget covers; the samples go on as if it had taken nothing.
+    # Each callback takes an hour, which must not count as monitoring: samples continue at their cadence.
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     model = Chosen(a=1)
@@ -400,7 +400,7 @@ def test_the_first_steps_after_a_restart_are_sampled_one_by_one():
             if sampled[-1] == clock.step:
                 schedule.add_sample(clock.step, skipped=False, now=clock.step * STEP + spent, seconds_spent=spent)
 
-    # A tenth of what 20,000 steps earn is put aside: 20 steps' time, and 32 samples take 16.
+    # A tenth of what 20,000 steps earn is saved: 20 steps' time, and 32 samples take 16.
     train(20_000)
     schedule.load_state_dict(schedule.state_dict())
     train(100)

@@ -45,7 +45,7 @@ def make_history(*, finished: bool = True, rows: int = 2) -> RunHistory:
 
 
 def run(*arguments: str, **settings: Any) -> Result:
-    """What the command printed on each stream, and its exit status."""
+    """Run the command and return what it printed on each stream, and its exit code."""
     return CliRunner().invoke(cli.main, arguments, prog_name=cli.PROGRAM, catch_exceptions=False, **settings)
 
 
@@ -65,7 +65,7 @@ def test_the_examples_in_the_help_are_right_usage(command: str) -> None:
     for example in examples:
         program, name, *arguments = shlex.split(example)
         assert (program, name) == (cli.PROGRAM, command)
-        cli.main.commands[command].make_context(command, arguments)  # raises where the usage is wrong
+        cli.main.commands[command].make_context(command, arguments)  # raises if the usage is wrong
 
 
 def test_version_is_the_package_version() -> None:
@@ -160,7 +160,7 @@ def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunHistory]:
-    """What reading gives, call after call; the last stays. The pages that are written say how many rows they show."""
+    """Replace reading by these results, the last one repeated; written pages hold only their number of rows."""
     histories = [make_history()]
 
     def read_run(path: Path, *, progress: object = None) -> RunHistory:
@@ -265,7 +265,7 @@ def test_view_watch_serves_the_page_until_the_run_has_finished_and_writes_it(
     growing.write_bytes(data[: len(data) // 2])
     pages: list[str] = []
 
-    def pause(seconds: float) -> None:  # while the command waits, a browser looks, and the run goes on
+    def pause(seconds: float) -> None:  # meanwhile a browser reads the page, and the run continues
         address = opened[0]
         with urllib.request.urlopen(address) as answer:
             pages.append(answer.read().decode())
@@ -273,7 +273,7 @@ def test_view_watch_serves_the_page_until_the_run_has_finished_and_writes_it(
 
     opened: list[str] = []
     monkeypatch.setattr(commands.webbrowser, "open", lambda url: opened.append(url) or True)
-    # The module's own name: other threads, W&B's among them, go on sleeping.
+    # Replace only this module's `time`: other threads, such as those of W&B, still sleep.
     clock = types.SimpleNamespace(sleep=pause, monotonic=time.monotonic, strftime=time.strftime)
     monkeypatch.setattr(commands, "time", clock)
     result = run("view", str(growing), "--watch", "--open", "--output", "p.html")
@@ -320,7 +320,7 @@ def test_report_and_workspace_print_the_url(
     calls: list[tuple[str | None, ...]] = []
 
     def make(*target: str | None, alerts: object = ()) -> str:
-        assert alerts == ()  # no run of this id is here
+        assert alerts == ()  # there is no run with this id
         calls.append(target)
         return "https://host.example/made"
 
@@ -355,7 +355,7 @@ def test_doctor_finds_a_version_below_its_floor(monkeypatch: pytest.MonkeyPatch)
     result = run("doctor", "--no-measure")
     assert result.exit_code == 1
     said = [line.strip() for line in result.stdout.splitlines()]
-    # The command stands on a line of its own: to be copied.
+    # The command is on its own line, so that it can be copied.
     assert said[said.index("numpy 99.0 or newer is needed:") + 1] == "pip install --upgrade 'numpy>=99.0'"
 
 
@@ -463,7 +463,7 @@ def test_the_login_is_checked_without_the_network(tmp_path: Path) -> None:
 
 
 def test_overhead_is_the_middle_pairs_share_of_blocks_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two warm-up blocks, then three pairs. The machine slows down by 1 ms per block; watching costs 10 % on top.
+    # Two warm-up blocks, then three pairs. The machine slows down by 1 ms per block; watching costs 10 % more.
     order: list[bool] = []
 
     def block(model: object, optimizer: object, batch: object, steps: int, *, watched: bool) -> float:
@@ -473,8 +473,8 @@ def test_overhead_is_the_middle_pairs_share_of_blocks_in_alternating_order(monke
     monkeypatch.setattr(doctor, "_train_block", block)
     measured = doctor.measure_overhead(800)
     assert order == [False, True, False, True, True, False, False, True]
-    # The pairs' blocks take 12..17 ms before the cost of watching, so watching's shares of the watched blocks are
-    # 1 - 12/14.3 = 0.1608, 1 - 15/15.4 = 0.0260, 1 - 16/18.7 = 0.1444. The middle one is the last.
+    # The pairs' blocks take 12..17 ms without watching, so the shares of watching in the watched blocks are
+    # 1 - 12/14.3 = 0.1608, 1 - 15/15.4 = 0.0260, 1 - 16/18.7 = 0.1444. The median is the last.
     assert (measured.step_ms, measured.watched_step_ms) == pytest.approx((16, 18.7))
     assert measured.ratio == pytest.approx(1 - 16 / 18.7)
     assert measured.spread == pytest.approx(15 / 15.4 - 12 / 14.3)
@@ -493,7 +493,7 @@ def test_doctor_measures_a_real_training(monkeypatch: pytest.MonkeyPatch) -> Non
     printed = run("doctor", "--parameters", "1k")
     assert (result.exit_code, printed.exit_code) == (0, 0)
     assert "ms without" in printed.stdout
-    # The latter on a machine that is busy just now.
+    # "measure again" on a machine that is busy.
     assert "watch(model" in printed.stdout or "measure again" in printed.stdout
 
 

@@ -29,7 +29,7 @@ LOSS, NUM_NONFINITE = "gradwatch/loss", "gradwatch/num_nonfinite_loss"
 
 
 def trained(steps: Sequence[Sequence[Any]], *, share: bool = False, after: bool = False, **options: Any) -> Any:
-    """The snapshots of a training whose steps are handed these values, one for each backward."""
+    """Return the snapshots of a training that passes these values to watcher.loss(), one per backward."""
     model = Chosen(a=1)
     watcher, sink = watch(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,7 +54,7 @@ def test_a_loss_is_of_its_own_step_before_and_after_the_backward(after: bool) ->
 
 
 def test_a_loss_scale_of_zero_makes_a_loss_that_is_not_finite_and_stops_nothing() -> None:
-    # The second step's scale is 0, as one that has collapsed: 3 / 0 is no number that a row could show.
+    # The second step's loss scale has collapsed to 0: 3 / 0 is not finite.
     model = Chosen(a=1)
     watcher, sink = watch(model, loss_scale=lambda step: torch.tensor(0.0 if step == 2 else 4.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -91,7 +91,7 @@ def test_only_samples_have_one_and_values_of_other_steps_are_not_kept() -> None:
 
 
 def test_the_loss_of_the_next_step_is_not_that_of_a_sample_that_is_still_open() -> None:
-    """Two optimizers, of which the second has stopped: a sample stays open until the next backward begins."""
+    """The second of two optimizers has stopped stepping: a sample stays open until the next backward begins."""
     model = Chosen(a=1, b=1)
     watcher, sink = watch(model)
     optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in (model.a, model.b)]
@@ -164,7 +164,7 @@ def test_without_being_handed_over_the_loss_is_what_backward_was_called_on() -> 
         optimizer.step()
         optimizer.zero_grad()
     model.loss(a=[9.0]).backward()
-    watcher.loss(7.0)  # handed over: that is the loss
+    watcher.loss(7.0)  # an explicit value takes precedence
     optimizer.step()
     watcher.remove()
     assert sink.merged().metrics[LOSS].tolist() == [4.0, 8.0, 7.0]
@@ -175,7 +175,7 @@ def test_without_being_handed_over_the_loss_is_what_backward_was_called_on() -> 
     [
         (lambda loss: torch.autograd.backward([loss]), [2.0]),
         (lambda loss: loss.expand(3).backward(torch.ones(3)), None),
-        (lambda loss: loss.backward(torch.tensor(2.0)), None),  # differentiated is twice the loss, or something else
+        (lambda loss: loss.backward(torch.tensor(2.0)), None),  # the differentiated value may not be the loss
         (lambda loss: torch.autograd.backward([loss, loss]), None),
     ],
 )
@@ -212,7 +212,7 @@ def of_losses(losses: Sequence[float], norms: Sequence[float] | None = None) -> 
 
 
 def wobbling(number: int) -> list[float]:
-    """A loss that falls from -1 to -2 and wobbles by 0.2: a loss has no scale, and may be negative."""
+    """Return a loss that falls from -1 to -2 and varies by 0.2: a loss has no scale, and may be negative."""
     rng = np.random.default_rng(0)
     return (-1 - np.linspace(0, 1, number) + 0.2 * rng.standard_normal(number)).tolist()
 
@@ -221,7 +221,7 @@ def test_a_loss_far_above_the_last_ones_is_a_spike_of_its_own_step() -> None:
     usual = wobbling(60)
     rule = LossSpike()
     assert list(rule.check(of_losses(usual))) == []
-    # Their median is near -1.5 and their scatter below 0.6, the largest below 0: 10 deviations of it end below 6.
+    # The median is near -1.5, the scatter below 0.6 and the maximum below 0: 10 deviations above that is below 6.
     [alert] = rule.check(of_losses([6.0, 7.0] * 4))
     assert (alert.title, alert.step, alert.level) == ("Loss spike", 1, "WARN")
     assert "has risen to 7 and stays there; the 60 losses before were between" in alert.text
@@ -229,15 +229,15 @@ def test_a_loss_far_above_the_last_ones_is_a_spike_of_its_own_step() -> None:
     again = LossSpike()
     list(again.check(of_losses(usual)))
     assert list(again.check(of_losses([6.0, 6.0, usual[-1], 6.0]))) == []  # hard batches
-    assert list(again.check(of_losses([6.0] * 8, [5.1] * 8))) == []  # 5.1 times the usual gradient: that is told
+    assert list(again.check(of_losses([6.0] * 8, [5.1] * 8))) == []  # another rule reports this gradient
     rule = LossSpike()
     list(rule.check(of_losses(usual)))
-    assert list(rule.check(of_losses([0.0, *usual[-3:]]))) == []  # as far as the usual ones span, not more
+    assert list(rule.check(of_losses([0.0, *usual[-3:]]))) == []  # within the span of the usual losses
 
 
 def test_a_new_level_of_the_loss_is_the_usual_one_after_some_samples_and_few_samples_are_no_past() -> None:
     rule = LossSpike()
-    assert len(list(rule.check(of_losses(wobbling(60) + [9.0] * 30)))) == 13  # 20 make a level, and seven are not told
+    assert len(list(rule.check(of_losses(wobbling(60) + [9.0] * 30)))) == 13  # 20 until the level is usual, minus 7
     assert list(LossSpike().check(of_losses([*wobbling(31), 9.0]))) == []
     assert list(LossSpike().check(of_losses([*wobbling(60), math.nan]))) == []
 
@@ -275,7 +275,7 @@ def test_an_alert_says_whether_the_gradient_or_the_loss_moved_first(
 
 
 def test_a_backward_that_is_seen_from_another_thread_leaves_no_reference_to_its_loss():
-    """As on a GPU, where a thread of the device's runs the backward."""
+    """Run the backward in another thread, like a backward on a GPU."""
     found = []
 
     class Asked(torch.autograd.Function):

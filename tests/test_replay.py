@@ -23,15 +23,15 @@ from wandb_gradwatch._page.payload import without_finding
 
 def log_of_some(x):
     scale = (x.abs().sum() < 1e3).to(x.dtype)  # 1 for an ordinary batch, 0 for a large one
-    return ((x.abs() + 1) * scale).log()  # bad
+    return ((x.abs() + 1) * scale).log()  # log(0) for a large batch
 
 
 class Fails(Model):
-    """A batch of ordinary size is well, a large one makes log(0) in blocks.1. Dropout: what is run again is random."""
+    """A large batch makes log(0) in blocks.1; ordinary ones do not. Dropout makes the forward random."""
 
     def __init__(self):
         super().__init__(log_of_some)
-        self.blocks[0].function = torch.abs  # whatever the weights are, a large batch stays large
+        self.blocks[0].function = torch.abs  # keeps a large batch large for any weights
         self.dropout = nn.Dropout(0.25)
 
     def forward(self, x):
@@ -43,7 +43,7 @@ BAD = 1e6 * GOOD
 
 
 def train(batches, *, guard="skip", model=None, optimizer=torch.optim.SGD, loss=None, micro=1, wrap=None, **options):
-    """Returns the parameters at the end, the alerts, and the recorder's notes by step."""
+    """Train and return the final parameters, the alerts, and the recorder's notes by step."""
     torch.manual_seed(0)
     model = Fails() if model is None else model
     called = model if wrap is None else wrap(model)
@@ -66,7 +66,7 @@ def found_in(notes):
 
 
 class LowRank(nn.Module):
-    """As LoRA does: what is added to a frozen layer is trained."""
+    """Like LoRA: a trainable addition to a frozen layer."""
 
     def __init__(self, base):
         super().__init__()
@@ -143,7 +143,7 @@ def test_the_finding_is_told_in_full_and_the_page_shows_its_parts():
     (told,) = [alert for alert in alerts if FOUND_PREFIX in alert.text][:1]
     text, parts = without_finding(told.text)
     assert text + " " + found == told.text
-    # The batch has 2 x 2 elements, all of them 0 where the batch is large; 0 is neither negative nor missing.
+    # The input of the logarithm has 2 x 2 elements, all 0 for a large batch.
     assert dict(parts) == {
         "Operation": "aten.log",
         "Module": "blocks.1",
@@ -167,7 +167,7 @@ def test_training_is_bitwise_that_of_a_guard_that_does_not_look_again():
 def test_of_several_micro_batches_the_bad_one_is_run_again():
     _, _, notes = train([GOOD, GOOD, GOOD, BAD], micro=2)
     assert list(found_in(notes)) == [2]
-    # The only bad input is the large one: 1e6 times 1 is the largest element.
+    # Only the large batch makes log(0).
     assert "aten.log" in found_in(notes)[2]
 
 
@@ -216,12 +216,12 @@ def test_nothing_stays_on_the_model_and_it_can_be_copied():
     model = Fails()
     watcher = wandb_gradwatch.watch(model, sinks=[MemorySink()], guard="skip")
     twin = copy.deepcopy(model)
-    functional.relu(twin(GOOD)).sum().backward()  # the copy's hooks do nothing
+    functional.relu(twin(GOOD)).sum().backward()  # the hooks of a copy do nothing
     assert watcher._parts.replay._forwards == []
     with torch.no_grad():
         model(GOOD)
     model.eval()(GOOD)
-    assert watcher._parts.replay._forwards == []  # no part of the training
+    assert watcher._parts.replay._forwards == []  # the copy is not part of the training
     watcher.remove()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
@@ -237,7 +237,7 @@ class Cautious(torch.optim.SGD):
 
 
 def test_without_a_guard_the_step_after_the_alert_is_traced():
-    # The batch of step 2 makes a NaN. The optimizer zeroes what is not finite, so that parameters stay finite.
+    # The batch of step 2 makes NaN. The optimizer sets non-finite elements to zero, so parameters stay finite.
     _, alerts, notes = train([GOOD, BAD, BAD, GOOD], guard=None, on_nonfinite="trace", optimizer=Cautious)
     assert min(alert.step for alert in alerts if alert.title in ("NaN gradient", "Inf gradient")) == 2
     (step,) = found_in(notes)
@@ -258,7 +258,7 @@ def test_what_a_gradient_scaler_leaves_out_is_run_again_once_its_scale_has_colla
         scaler.update()
         optimizer.zero_grad()
     watcher.remove()
-    # Steps 3 to 7 are five in a row, which is the alert; the next that is skipped is run again.
+    # The five skipped steps 3 to 7 raise the alert; the next skipped step is run again.
     told = [(alert.title, alert.step) for alert in memory.alerts]
     assert told == [("Loss scale collapse", 7), ("First bad operation", 8)]
     assert f"aten.log in blocks.1, test_replay.py:{line_of(log_of_some)}" in memory.alerts[-1].text

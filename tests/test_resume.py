@@ -25,7 +25,7 @@ from wandb_gradwatch.sinks import MemorySink
 
 EPOCH, EPOCHS = 10, 3
 KILLED_AFTER = 14
-LOG_EVERY = 4  # rows of the steps 1-4, ..., 13-16: the kill is in the middle of the fourth
+LOG_EVERY = 4  # windows of the steps 1-4, ..., 13-16: the training is killed inside the fourth
 FIRST_ROW = 3
 
 pytestmark = [
@@ -37,21 +37,21 @@ pytestmark = [
 
 
 class KilledError(RuntimeError):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 @dataclass
 class Told:
-    """What one process has said, and the weights that it left."""
+    """The alerts, rows and logs of one process, and its final weights."""
 
     memory: MemorySink = field(default_factory=MemorySink)
     alerts: list[Alert] = field(default_factory=list)
-    numbers: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # in the framework's own log
+    numbers: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # from the framework's own log
     weights: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def options(self) -> dict[str, Any]:
-        # Compared bit for bit: not by loops that are compiled in the middle of a training.
+        # Results are compared bit for bit, and "auto" switches to compiled loops in the middle of a training.
         return {"sinks": [self.memory], "on_alert": self.alerts.append, "backend": "cpu"}
 
     def leave(self, model: nn.Module) -> None:
@@ -59,7 +59,7 @@ class Told:
 
 
 def data() -> torch.Tensor:
-    """Every batch of the training, in order: [30, 4, 4]."""
+    """Return the batches of the training, in order: [30, 4, 4]."""
     made = batches(EPOCH * EPOCHS)
     made[[12, 14]] *= 1000.0
     return made
@@ -77,7 +77,7 @@ def lightning(folder: Path, told: Told, *, killed: bool, resumed: bool) -> None:
     from wandb_gradwatch.integrations.lightning import GradWatchCallback
 
     class Data:
-        """An epoch after the other, going on where the checkpoint was written."""
+        """The batches epoch by epoch, starting at the checkpoint."""
 
         given = 0
 
@@ -137,7 +137,7 @@ def ignite(folder: Path, told: Told, *, killed: bool, resumed: bool) -> None:
     trainer = Engine(step)
     watch = GradWatch(model, log_every=LOG_EVERY, guard="skip", **told.options)
     parts = {"trainer": trainer, "model": model, "optimizer": optimizer, "watch": watch}
-    if killed:  # before ours: it must not matter who hears of an iteration first
+    if killed:  # attached before GradWatch: the order of handlers must not matter
         saver = DiskSaver(folder, require_empty=False)
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=KILLED_AFTER), Checkpoint(parts, saver))
     watch.attach(trainer)
@@ -173,7 +173,7 @@ def hugging_face(folder: Path, told: Told, *, killed: bool, resumed: bool) -> No
         max_steps=EPOCH * EPOCHS,
         learning_rate=0.01,
         max_grad_norm=0.0,
-        count=EPOCH * EPOCHS,  # every step has its own batch, as with the others; what an epoch is does not matter here
+        count=EPOCH * EPOCHS,  # every step has its own batch, as in the other frameworks
         **({"save_strategy": "steps", "save_steps": KILLED_AFTER} if killed else {}),
     )
     trainer.train_dataset.rows = data().flatten(0, 1)
@@ -199,12 +199,12 @@ def test_a_resumed_training_says_what_one_that_ran_through_says(train: Callable[
         train(tmp_path / "killed", before, killed=True, resumed=False)
     train(tmp_path / "killed", after, killed=False, resumed=True)
 
-    # One alert for the one episode, which the killed training has sent.
+    # The killed training has sent the only alert of the episode.
     assert [(alert.title, alert.step) for alert in through.alerts] == [("Exploding gradient", 13)]
     assert [(alert.title, alert.step) for alert in before.alerts] == [("Exploding gradient", 13)]
     assert after.alerts == []
 
-    # The rows, the one that was open at the kill included.
+    # The rows, including that of the window that was open at the kill.
     rows, resumed = list(through.memory.snapshots)[FIRST_ROW:], list(after.memory.snapshots)
     assert [row.steps.tolist() for row in resumed] == [row.steps.tolist() for row in rows]
     assert resumed[0].steps.tolist() == [13, 14, 15, 16]
@@ -212,12 +212,12 @@ def test_a_resumed_training_says_what_one_that_ran_through_says(train: Callable[
         np.testing.assert_array_equal(ours.rows, theirs.rows)
         np.testing.assert_array_equal(ours.histogram, theirs.histogram)
 
-    # The framework's own log: of the Trainer the whole, which its checkpoint holds, of the others what came after.
+    # The framework's own log: the Trainer's checkpoint restores its whole log, the others log only later steps.
     first = next(place for place, (step, _) in enumerate(through.numbers) if step == after.numbers[0][0])
     assert after.numbers == through.numbers[first:]
     assert len(after.numbers) >= 4
 
-    # The second bad batch, right after the resume, is left out by what was usual before it.
+    # The second bad batch, right after the resume, is skipped because the usual norms were restored.
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(after.weights, through.weights, strict=True))
     assert all(weights.isfinite().all() and weights.abs().max() < 10 for weights in after.weights)
 
@@ -230,7 +230,7 @@ def without(path: Path) -> None:
 
 
 def of_another_training(path: Path) -> None:
-    """As where an earlier training has used the same output_dir."""
+    """An earlier training has left checkpoints in the same output_dir."""
     torch.save(torch.load(path, weights_only=True) | {"log": "of another"}, path)
 
 
@@ -275,7 +275,7 @@ def test_a_checkpoint_elsewhere_is_found_where_the_arguments_say(tmp_path: Path)
     steps = callback.watcher.flush()
     callback.on_train_end(arguments, state, None)
     assert steps is not None
-    assert steps.steps.tolist() == [13, 14]  # the open row came along
+    assert steps.steps.tolist() == [13, 14]  # the open window was restored
 
 
 def test_a_state_that_does_not_fit_is_said_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -313,7 +313,7 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
 
 
 def test_an_alert_that_is_said_once_is_not_said_again() -> None:
-    """Gradients zeroed before the step, which no rule finds."""
+    """Zero the gradients before the step, which no rule finds."""
     model, alerts = Chosen(a=1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

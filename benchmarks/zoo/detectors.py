@@ -1,6 +1,6 @@
 """Detectors of other packages, to compare with: each is a function from losses and norms to the bad steps.
 
-They are reimplemented from their documentation, with their defaults. Each gets the loss and the total norm before clipping.
+They are reimplemented from their documentation, with their defaults. They get the loss and the norm before clipping.
 """
 
 from __future__ import annotations
