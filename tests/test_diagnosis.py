@@ -123,7 +123,7 @@ def test_what_broke_the_parameters_is_known_only_where_the_step_before_was_measu
 
 
 def after_a_calm(last: dict[str, float], *, usual: float = 1.0) -> list[str]:
-    """The causes named at a sample with these norms, after 20 of about the usual one."""
+    """Return the causes named for a sample with these norms, after 20 samples of about the usual norm."""
     rng = np.random.default_rng(0)
     samples = [
         sample_of({f"{name}.weight": [usual * float(np.exp(rng.normal(0, 0.1)))] for name in last}, step=step)
@@ -139,10 +139,10 @@ BACKWARD = "something in the backward of a layer multiplies the gradient"
 @pytest.mark.parametrize(
     ("last", "is_named"),
     [
-        ({"0": 1e4, "1": 1e4, "2": 1.0}, True),  # usual in the head, 10,000 times from 1 back
-        ({"0": 1e4, "1": 1e4, "2": 1e4}, False),  # all layers: a batch, the targets or the loss
+        ({"0": 1e4, "1": 1e4, "2": 1.0}, True),  # usual in the head, 10,000 times the usual in the layers before it
+        ({"0": 1e4, "1": 1e4, "2": 1e4}, False),  # all layers: a bad batch, bad targets or the loss
         ({"0": 1e4, "1": 1.0, "2": 1.0}, True),
-        ({"0": 1.0, "1": 1e4, "2": 1.0}, False),  # what multiplies a gradient, multiplies all before it
+        ({"0": 1.0, "1": 1e4, "2": 1.0}, False),  # a factor in the backward would also apply to all layers before it
         ({"actor.0": 1e4, "actor.1": 1e4, "critic.0": 1.0}, False),  # branches side by side
     ],
 )
@@ -185,7 +185,7 @@ def test_layers_that_fade_in_no_order_are_no_saturation():
         grads = {f"{index}.weight": [norm] for index, norm in enumerate(norms)}
         return [found.cause for found in diagnose(together([sample_of(grads, step=s) for s in range(1, 9)]))]
 
-    # both lines rise far more than 30x over the depth; only the second goes up layer by layer
+    # both rise far more than 30x over the depth, but only the second one layer by layer
     assert causes([1e-6, 1.0, 1e-5, 1.1, 0.9, 1.0]) == []
     assert causes([1e-6, 1e-5, 1e-3, 1e-2, 0.1, 1.0]) == ["saturating activations"]
 
@@ -250,9 +250,9 @@ def test_an_alert_carries_the_diagnosis_in_place_of_its_general_cause():
     [
         ("Exploding gradient", "ERROR", 40, True),
         ("Exploding gradient", "ERROR", 41, False),
-        ("Exploding gradient", "ERROR", -1, False),  # of a later step, though sent before
-        ("Exploding gradient", "WARN", 3, False),  # that may have passed
-        ("Optimizer without the model", "WARN", 90, True),  # that has not
+        ("Exploding gradient", "ERROR", -1, False),  # the alert of a later step, although sent earlier
+        ("Exploding gradient", "WARN", 3, False),  # a problem that may have ended
+        ("Optimizer without the model", "WARN", 90, True),  # a problem that has not ended
     ],
 )
 def test_what_decides_nothing_by_itself_has_the_cause_of_the_error_before_it(title, level, num_before, is_inherited):
@@ -264,7 +264,7 @@ def test_what_decides_nothing_by_itself_has_the_cause_of_the_error_before_it(tit
     words = f'as in the earlier alert "{before.title}": cause (it rose)'
     expected = sentence("Fact.", "", words, "do this") if is_inherited else open_one.text
     assert with_diagnosis(open_one, samples, earlier=[before, unclear]).text == expected
-    told = Alert("Loss spike", expected, 995, "ERROR")  # it is passed on in the same words
+    told = Alert("Loss spike", expected, 995, "ERROR")  # the alert's own words are used
     assert with_diagnosis(open_one, samples, earlier=[told]).text == expected
     clear = finding("Parameters unchanged", "Fact.", "", "the learning rate is 0", "raise it", 1000, "ERROR")
     assert with_diagnosis(clear, samples, earlier=[before]).text == clear.text
@@ -272,7 +272,7 @@ def test_what_decides_nothing_by_itself_has_the_cause_of_the_error_before_it(tit
 
 @pytest.mark.parametrize(("gradient", "both"), [(1.0, False), (1e3, True)])
 def test_a_first_gradient_far_beyond_the_parameters_is_no_learning_rates(gradient, both):
-    weights = [1.0, 30.0, 900.0]  # 30 times as large by each update
+    weights = [1.0, 30.0, 900.0]  # each update grows the weight 30 times
     samples = together(
         [sample_of({"a": [gradient]}, step=s, parameters={"a": np.array([w])}) for s, w in enumerate(weights, 1)]
     )
@@ -281,7 +281,7 @@ def test_a_first_gradient_far_beyond_the_parameters_is_no_learning_rates(gradien
 
 
 def test_nan_in_every_layer_at_any_loss_scale_may_be_an_overflow_of_the_forward():
-    for last, both in ((NAN, True), (1.0, False)):  # a last layer that is finite: it arose on the way back
+    for last, both in ((NAN, True), (1.0, False)):  # with a finite last layer NaN arose in the backward
         samples = together(
             [sample_of({"a": [NAN], "b": [last]}, step=s, skipped=True, loss_scale=2.0**-s) for s in range(1, 6)]
         )
@@ -314,9 +314,9 @@ def test_the_first_alert_of_too_high_a_learning_rate_says_so_with_one_update_to_
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_rate_that_jumps_is_told_from_a_bad_batch_at_the_first_spike(seed):
-    """Both are a lone spike so far; but a bad batch moves the parameters after it, not before.
+    """Both start with a single spike, but a bad batch moves the parameters after the spike, not before it.
 
-    Where nobody has seen the rate, weights that were loaded look the same; where it has been as ever, they are it.
+    Loaded weights look like a jump of an unknown learning rate; if the rate is known and constant, they are the cause.
     """
     samples = trainings.rate_jumps(seed, at=60).run(63)
     alert = next(alert for alert in ExplodingGradient().check(samples) if alert.step == 61)
@@ -392,7 +392,7 @@ def test_a_loss_scale_that_float16_cannot_hold_is_named_first():
 
 
 def test_float16_underflow_is_quoted_with_what_became_of_the_other_elements():
-    """Through watch(): of the histogram that was flushed last, the share below 2^-14 among those that are not 0."""
+    """The share of elements below 2^-14 among those that are not 0, from the last flushed histogram of watch()."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -416,7 +416,7 @@ def test_float16_underflow_is_quoted_with_what_became_of_the_other_elements():
 
 @pytest.mark.parametrize(("known_from", "is_told"), [(0, "from -41 to -59"), (41, "from -41 to -59"), (50, None)])
 def test_a_loss_that_is_known_at_some_samples_falls_from_one_that_was_known(known_from, is_told):
-    """The norm is told to grow 20 times, 1.2**17 = 22, from sample 43 of 60 on; the loss of that one is not known."""
+    """Growth of 20 times, 1.2**17 = 22, raises an alert from sample 43 of 60 on, whose loss is not known."""
     samples = of_norms([1.0] * 20 + [1.2**number for number in range(40)])
     loss = -np.arange(60.0)
     loss[:known_from] = loss[42] = np.nan

@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 def same(left: Snapshot, right: Snapshot) -> bool:
-    """Bit by bit, NaN included."""
+    """Compare bit by bit, including NaN."""
     arrays = ("steps", "rows", "loss_scale", "skipped")
     equal = all(np.array_equal(getattr(left, a), getattr(right, a), equal_nan=a != "skipped") for a in arrays)
     histograms = (left.histogram is None) == (right.histogram is None) and (

@@ -38,14 +38,14 @@ def test_another_result_changes_the_readme() -> None:
     machine = {"device": "an abacus", "cores": 1, "threads": 1, "system": "Linux", "python": "3", "commit": "abc"}
     results = {"machine": machine | {"versions": {"torch": "9"}}, "tasks": [task]}
     pages = table.pages(README, [results])
-    # 0.5 of 50 ms are 1 %; 1 ms are 4 passes of 0.25; 2 KiB every second step are 1 KiB a step.
+    # 0.5 of 50 ms are 1 %; 1 ms are 4 passes of 0.25 ms; 2 KiB every second step are 1 KiB per step.
     missing = "not measured"
     assert f"| a model | 4 rows, 50.0 ms | 1.0 % | {missing} | 1.0 % | {missing} | {missing} |" in pages[table.README]
     for name, one_in in (("every step", ""), ("default", "12.5")):
         line = f"{name} | 1.00 | 0.10 | 1.00 | 4.0 | 0.50 | 1.0 % | {one_in} | 2 | 2,048 | 1,024 | 3 |"
         assert f"| **wandb_gradwatch**, {line}" in pages[table.PAGE]
     assert "an abacus" in pages[table.README]
-    # Results that come first are the newer ones: the other model is still shown as the older ones have it.
+    # The first results are the newest; a model that they do not have is shown from older results.
     newer = results | {"tasks": [task | {"step_ms": 25.0}]}
     older = results | {"tasks": [task, task | {"name": "another"}]}
     readme = table.pages(README, [newer, older])[table.README]
@@ -58,7 +58,7 @@ def test_the_readmes_columns_are_monitors_of_the_bench() -> None:
 
 
 def test_the_site_builds_and_every_public_name_has_a_place_in_it(tmp_path: Path) -> None:
-    # Strict: a link that leads nowhere is an error.
+    # Strict mode: a broken link is an error.
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     page = (tmp_path / "api/index.html").read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def panel_patterns(panels: list[LinePanel] = PANELS) -> set[str]:
 
 
 def unlogged(panels: list[LinePanel], history: RunHistory) -> set[str]:
-    """Keys that nobody logs and patterns that find nothing."""
+    """Return keys that are not logged, and patterns that match nothing."""
     patterns = {one for one in panel_patterns(panels) if not any(re.search(one, key) for key in history.values)}
     return {key for panel in panels for key in panel.metrics}.difference(history.values) | patterns
 
@@ -112,7 +112,7 @@ def line_plots(blocks: list[Any]) -> list[Any]:
 
 
 def keys_of(plot: Any) -> list[str]:
-    """What a plot draws: plain names as they are built, objects with a name as they are loaded."""
+    """Return the names of the metrics of a plot, which are strings before saving and objects after loading."""
     return [str(getattr(metric, "name", metric)) for metric in plot.y]
 
 
@@ -140,7 +140,7 @@ def test_alerts_are_plain_text_with_their_step() -> None:
     alerts = (RecordedAlert("NaN gradient", "**blocks.2** <b>is NaN</b>", "ERROR", 265),) * 60
     blocks = build_report("someone", "loopback", alerts=alerts).blocks
     assert reports.H3("ERROR: NaN gradient · step 265") in blocks
-    assert blocks.count(reports.P("**blocks.2** <b>is NaN</b>")) == 50  # a paragraph, which W&B shows as it is
+    assert blocks.count(reports.P("**blocks.2** <b>is NaN</b>")) == 50  # a paragraph, whose text W&B shows literally
     assert reports.P("and 10 more.") in blocks
 
 
@@ -228,7 +228,7 @@ def test_a_run_is_found_below_wandb_and_its_alerts_are_in_the_preview(
 
 
 class Views:
-    """A server's reports and saved views."""
+    """The reports and saved views of a simulated server."""
 
     def __init__(self, server: LoopbackServer) -> None:
         self.views: dict[str, dict[str, Any]] = {}
@@ -280,7 +280,7 @@ class Views:
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackServer]:
     with LoopbackServer() as server:
-        wandb.teardown()  # what this process knows of servers and keys
+        wandb.teardown()  # forgets the servers and keys of this process
         for name, value in {**server.environment(), "HOME": str(tmp_path), "WANDB_SILENT": "true"}.items():
             monkeypatch.setenv(name, value)
         yield server
@@ -307,7 +307,7 @@ def test_saving_a_report_twice_updates_it(server: LoopbackServer) -> None:
     assert create_report(ENTITY, PROJECT, alerts=[RecordedAlert("NaN gradient", "now", "ERROR", 7)]) == first
     assert len(views.of_type("runs")) == 1
     assert "NaN gradient · step 7" in views.of_type("runs")[0]["spec"]
-    # Another run's report is its own.
+    # Another run has another report.
     other = create_report(ENTITY, PROJECT, "abcd1234")
     assert other != first
     assert len(views.of_type("runs")) == 2

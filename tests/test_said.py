@@ -16,7 +16,7 @@ SGD = torch.optim.SGD
 
 
 def train(gradients, **options):
-    """One step with each of these gradients of one element; the watcher is removed."""
+    """Train one step with each of these gradients of one element, then remove the watcher."""
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.0)
     watcher, _ = watch(model, **{"rules": [NaNGradient()]} | options)
@@ -34,7 +34,7 @@ def test_an_error_is_said_on_standard_error_once_in_an_episode_and_the_end_says_
     said = capsys.readouterr().err
     assert said.count("wandb_gradwatch: ERROR at step 3: NaN gradient\n    Step 3: NaN in the gradient") == 1
     assert said.splitlines()[-1] == "wandb_gradwatch: 2 alerts, the first at step 2: Two."
-    assert "It is step 2." not in said  # a warning goes to the sinks alone
+    assert "It is step 2." not in said  # warnings go to the sinks only
 
 
 def test_a_run_without_alerts_ends_without_a_word(capsys):
@@ -65,7 +65,7 @@ def test_print_is_a_callback_that_people_can_read(capsys):
 
 
 def test_a_sink_that_declares_nothing_of_its_own_is_one():
-    """Every method that is ever called has a default: a window, an error with its record, and the end go through."""
+    """Every method of a sink has a default: windows, errors with their recording and the end work without overrides."""
 
     class Silent(Sink):
         pass

@@ -65,7 +65,7 @@ def test_non_finite_elements_are_counted_over_the_window() -> None:
     scalars = HistoryRow.of(window({"a": [1, NAN], "b": [INF]}, {"a": [NAN, NAN], "b": [-INF]})).scalars()
     assert (scalars["gradwatch/num_nan"], scalars["gradwatch/num_inf"]) == (3, 2)
     assert (scalars["num_nonfinite/a"], scalars["num_nonfinite/b"]) == (3, 2)
-    assert not {"grad_norm/a", "grad_norm/b", "gradwatch/grad_norm"} & set(scalars)  # nothing finite is left
+    assert not {"grad_norm/a", "grad_norm/b", "gradwatch/grad_norm"} & set(scalars)  # no finite element
 
 
 def test_a_name_keeps_its_last_present_value() -> None:
@@ -128,8 +128,8 @@ def test_loss_scale_skipped_steps_and_metrics() -> None:
 
 
 def test_quantiles_of_the_magnitude_cover_everything_watched() -> None:
-    # 98 elements of 1e-3 and two of 1e3: the median is 1e-3 to a half-octave bin, as is the 1 % quantile, and of the
-    # 99 % quantile the rank is 99, one of the two large ones.
+    # 98 elements of 1e-3 and two of 1e3: the median and the 1 % quantile are 1e-3 up to a half-octave bin, and the 99 %
+    # quantile has rank 99, one of the two large ones.
     scalars = HistoryRow.of(window({"a": [1e-3] * 98, "b": [1e3, -1e3]}, histogram=True)).scalars()
     assert scalars["gradwatch/grad_abs_p50"] == pytest.approx(1e-3, rel=0.5)
     assert scalars["gradwatch/grad_abs_p01"] == pytest.approx(1e-3, rel=0.5)
@@ -160,8 +160,8 @@ def test_the_row_of_two_windows_is_the_merge_of_their_rows(first: list, second: 
 
 
 def test_the_precision_forecast_is_logged_for_every_format() -> None:
-    # Of three elements that are not 0: 2^-30 and 2^-20 lie below fp16's smallest normal number 2^-14, 2^-30 below half
-    # its smallest subnormal one 2^-25, and 1 can double log2(65504) times. fp8 e4m3 has 2^-6, 2^-10 and 448.
+    # Three elements are not 0. 2^-30 and 2^-20 are below fp16's smallest normal number 2^-14, 2^-30 is below half its
+    # smallest subnormal number, 2^-25, and 1 can double log2(65504) times. For fp8 e4m3: 2^-6, 2^-10 and 448.
     vitals = HistoryRow.of(window({"a": [2.0**-30, 0.0], "b": [2.0**-20, 1.0]}, histogram=True)).scalars()
     assert vitals["gradwatch/fp16_underflow_ratio"] == pytest.approx(2 / 3)
     assert vitals["gradwatch/fp16_flush_ratio"] == pytest.approx(1 / 3)
@@ -177,7 +177,7 @@ def test_a_forecast_that_cannot_be_made_is_missing() -> None:
     zeros = HistoryRow.of(window({"a": [0.0, 0.0]}, histogram=True)).scalars()
     lowest_bin = HistoryRow.of(window({"a": [2.0**-130]}, histogram=True)).scalars()
     assert not [key for key in (*without, *zeros) if key.endswith(FORECASTS[:2])]
-    assert "gradwatch/bf16_flush_ratio" not in lowest_bin  # kept or not: the bin is open at its lower end
+    assert "gradwatch/bf16_flush_ratio" not in lowest_bin  # unknown, because the lowest bin has no lower edge
     assert lowest_bin["gradwatch/bf16_underflow_ratio"] == 1
 
 
@@ -188,7 +188,7 @@ def test_the_forecast_of_two_windows_is_that_of_their_elements() -> None:
 
 
 def test_details_are_logged_on_request_each_by_its_definition() -> None:
-    # of -1, 0, 3: mean 2/3, E[g^2] - mean^2 = 10/3 - 4/9 = 26/9; the received gradient is as long: sqrt(10)
+    # of -1, 0, 3: mean 2/3, E[g^2] - mean^2 = 10/3 - 4/9 = 26/9; the received gradient has the same norm sqrt(10)
     snapshot = window({"a.b": [-1, 0, 3]})
     details = {
         "grad_mean/a/b": 2 / 3,
@@ -214,7 +214,7 @@ def test_details_by_pattern_are_those_of_the_layers_that_match() -> None:
         *("grad_mean/b/weight", "grad_mean/b/bias"),
         *("grad_max/a/weight", "grad_max/b/weight"),
     }
-    assert HistoryRow.of(window({}), {"mean": "weight"}).step == 1  # no layer at all is no error
+    assert HistoryRow.of(window({}), {"mean": "weight"}).step == 1  # a window without layers is valid
 
 
 def test_the_table_of_many_rows_is_the_one_that_wandb_makes_of_them_row_by_row():

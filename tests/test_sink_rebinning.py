@@ -31,7 +31,7 @@ def test_zero_is_in_the_middle_bin() -> None:
 
 
 def test_the_range_is_the_next_power_of_two() -> None:
-    # |g| up to 0.75 lies within [-1, 1]: bins of 1/32 around 0, so the outermost end half a bin beyond 1.
+    # |g| up to 0.75 gives the range [-1, 1]: bins of 1/32 centred on 0, so the outermost bins end half a bin beyond 1.
     _, edges = picture([0.5, -0.75, 0.1])
     assert edges[-1] == 1 + 0.5 / HALF_BINS
     assert edges[1] - edges[0] == 1 / HALF_BINS
@@ -42,8 +42,8 @@ def test_a_largest_value_that_is_a_power_of_two_needs_no_wider_range() -> None:
 
 
 def test_values_are_in_their_bin_to_the_width_of_a_fixed_bin() -> None:
-    # The fixed bin of 0.6 is [0.5, 0.75): its elements are spread evenly over the picture's bins from 0.5 to 0.75, and
-    # cut at the largest, 0.6.
+    # The fixed bin of 0.6 is [0.5, 0.75): its elements are spread evenly over the new bins from 0.5 to 0.75, cut off at
+    # the maximum, 0.6.
     counts, edges = picture([0.6] * 1000)
     middle = (np.array(edges[:-1]) + np.array(edges[1:])) / 2
     inside = np.array(counts) > 0
@@ -56,7 +56,7 @@ def test_one_outlier_does_not_collapse_the_picture() -> None:
     counts, edges = picture([*(1e-3 * rng.standard_normal(100_000)), 1e3])
     # 99.9 % of |g| lie within 3.29 standard deviations, in the fixed bin [2.9e-3, 3.9e-3): the range is 2^-8 = 3.9e-3.
     assert edges[-1] == 2**-8 * (1 + 0.5 / HALF_BINS)
-    assert 1 <= counts[-1] < 100  # the outlier and what else is beyond, in the outermost bin
+    assert 1 <= counts[-1] < 100  # the outermost bin holds the outlier and all else beyond the range
     assert sum(counts) == 100_001
     assert np.count_nonzero(counts) > 20
 

@@ -25,14 +25,14 @@ def names_of(history: Snapshot, **more: int) -> list[str]:
 
 
 def test_a_layers_numbers_are_those_of_its_norms() -> None:
-    # Norms 5, 5 and 50: the median is 5, the peak 10 times that, at step 2. Newest: 5, of a parameter of norm 1.
+    # Norms 5, 50 and 5: the median is 5, the peak 10 times that, at step 2. The newest is 5, the parameter's norm 1.
     (layer,) = summarise(window({"a": [3.0, 4.0]}, {"a": [30.0, 40.0]}, {"a": [5.0, 0.0]})).worst
     assert layer == LayerSummary("a", 5.0, 10.0, 2, 5.0, 0.5, 0, (5.0, 50.0, 5.0))
 
 
 def test_the_worst_stand_first_non_finite_then_silent_then_peaks_then_what_the_gradient_consists_of() -> None:
     calm = {
-        "rounding": [1e-9, 1e-9],  # a key bias: no share of anything
+        "rounding": [1e-9, 1e-9],  # like a key bias: a negligible share of the total norm
         "half": [0.0, 1e-3],
         "calm": [1e-3, 1e-3],
         "peak": [1e-3, 1e-3],
@@ -91,7 +91,7 @@ def test_of_a_thousand_layers_only_the_worst_are_shown() -> None:
     assert (summary.worst[0].name, len(summary.worst), summary.num_more) == ("blocks.617.weight", 3, 997)
     assert summary.text().splitlines()[-1] == "  and 997 more"
     assert "and 997 more" in summary._repr_html_()
-    # The title, the norm, the alerts, an empty line, the headings, three layers, and how many more.
+    # The title, the norm, the alerts, an empty line, the headings, three layers, and the number of the others.
     assert len(summary.text().splitlines()) == 9
 
 
@@ -129,7 +129,7 @@ def test_a_terminal_without_blocks_gets_ascii(monkeypatch: pytest.MonkeyPatch) -
     summary = summarise(window({"größe." + "x" * 60: [NAN]}, {"größe." + "x" * 60: [1.0]}))
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
-    assert str(summary).encode("ascii").decode().splitlines()[-1].endswith("  !_")  # NaN, then the one size
+    assert str(summary).encode("ascii").decode().splitlines()[-1].endswith("  !_")  # NaN, then the only norm
     wide = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr(sys, "stdout", wide)
     assert "×" in str(summary)

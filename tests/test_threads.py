@@ -46,7 +46,7 @@ def test_two_models_in_two_threads():
 
 
 class TouchedGradients(TorchFunctionMode):
-    """Whose `.grad` or hooks were read or written, by id."""
+    """Record the ids of tensors whose `.grad` or hooks are read or written."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class TouchedGradients(TorchFunctionMode):
 
 @pytest.mark.parametrize("steps_before", [0, 1, 20], ids=["at first", "awake", "resting"])
 def test_another_models_optimizer_touches_no_gradient(steps_before):
-    """It may step in another thread, while this model's backward writes to `.grad`: the process would crash."""
+    """An optimizer may step in another thread while this model's backward writes to `.grad`: that could crash."""
     model, other = Chosen(a=1), Chosen(a=1)
     watch(model, sample_every=1000)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -75,7 +75,7 @@ def test_another_models_optimizer_touches_no_gradient(steps_before):
 
 
 class Waits(torch.autograd.Function):
-    """The identity, whose backward waits until it may go on."""
+    """The identity; its backward waits for an event."""
 
     @staticmethod
     def forward(ctx, x, wait):
@@ -90,7 +90,7 @@ class Waits(torch.autograd.Function):
 
 @contextmanager
 def trained_elsewhere(model, *, in_a_backward):
-    """In here another thread is in the middle of a step, in its second backward or after that."""
+    """Inside the context another thread is in the middle of a step, in its second backward or after it."""
     arrived, may_go_on = threading.Event(), threading.Event()
 
     def wait():
@@ -130,7 +130,7 @@ ASKED = {
 def test_what_is_asked_in_another_thread_than_the_one_that_trains_touches_no_gradient(
     asked, has_optimizer, in_a_backward
 ):
-    """Not between backwards either: torch crashes where one thread resets `.grad` while another asks for it."""
+    """Also between backwards: torch crashes if one thread resets `.grad` while another reads it."""
     model = Chosen(a=1)
     watcher, _ = watch(model)
     if has_optimizer:
@@ -143,7 +143,7 @@ def test_what_is_asked_in_another_thread_than_the_one_that_trains_touches_no_gra
 
 @pytest.mark.parametrize("before", [2, 20], ids=["awake", "resting"])
 def test_threads_that_train_the_models_of_one_watcher_at_once_end_it(before, caplog):
-    """The process would crash: a backward writes to `.grad` without the lock of the interpreter."""
+    """The process would crash, because a backward writes to `.grad` without Python's global interpreter lock."""
     here, elsewhere = Chosen(a=1), Chosen(a=1)
     watcher, _ = watch([here, elsewhere], sample_every=1 if before == 2 else 1000)
     optimizer, touched = SGD(here.parameters(), lr=0.1), TouchedGradients()
@@ -169,7 +169,7 @@ def test_threads_that_train_the_models_of_one_watcher_at_once_end_it(before, cap
 
 
 def test_what_a_thread_has_left_when_it_ended_is_looked_at():
-    """The counterpart: the same last update by hand, which only its gradients tell of."""
+    """The control for the test above: the same last update by hand is found from its gradients."""
     model = Chosen(a=1)
     watcher, sink = watch(model)
 
@@ -212,7 +212,7 @@ def test_whatever_another_thread_asks_no_sample_is_lost_split_or_out_of_order():
 
     asking = threading.Thread(target=ask)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # the interpreter changes threads wherever it can
+    sys.setswitchinterval(1e-6)  # switch threads as often as possible
     try:
         asking.start()
         optimizer = SGD(model.parameters(), lr=0.0)
@@ -243,7 +243,7 @@ def global_hook(register):
 
 
 class Groups(list):
-    """Parameter groups that do something when they are looked at."""
+    """Parameter groups that call a function when they are read."""
 
     act: Callable[[], None] = staticmethod(lambda: None)
 
@@ -271,7 +271,7 @@ MOMENTS = {
 @pytest.mark.parametrize("first", ["watched", "hooked"])
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_the_last_watcher_may_go_while_an_optimizer_steps(moment, first, is_ours):
-    """torch raises where its hooks change while it goes through them."""
+    """torch raises if its hooks change while it iterates over them."""
     model, stepped = Chosen(a=1), Chosen(a=1)
     stepped = model if is_ours else stepped
     optimizer = SGD(stepped.parameters(), lr=1.0)
@@ -293,7 +293,7 @@ def test_the_last_watcher_may_go_while_an_optimizer_steps(moment, first, is_ours
 
 
 class Interrupted(SGD):
-    """Something happens after the hooks, before it looks at its gradients."""
+    """An optimizer that calls a function after the hooks, before it reads its gradients."""
 
     act = staticmethod(lambda: None)
 
@@ -330,7 +330,7 @@ def test_a_watcher_that_traces_may_come_and_go_while_another_model_steps():
 
 
 def test_an_optimizer_of_another_model_without_gradients_is_no_fault():
-    """Beside a first step of this one's: only then its gradients might be used by nobody."""
+    """In parallel with a first step of this optimizer: only then its gradients may be unused."""
     model, other = Chosen(a=1), Chosen(a=1)
     watcher, sink = watch(model)
     optimizer, of_other = SGD(model.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
@@ -368,7 +368,7 @@ def test_a_loss_scale_is_that_of_the_models_own_scaler(by_hand):
 
 
 def in_a_child(act: Callable[[], object]) -> int:
-    """Run this in a forked child, and return how it ended; nothing is written there."""
+    """Run a function in a forked child without output, and return the child's exit status."""
     child = os.fork()
     if child == 0:
         status = 1

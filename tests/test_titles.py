@@ -29,7 +29,7 @@ detached: Change = do.output(torch.Tensor.detach)
 
 
 def bad(value: float) -> Change:
-    """The backward leaves this in the gradient of one bias at step 20."""
+    """Set the gradient of one bias to this value after the backward of step 20."""
 
     def change(loop: Loop, layer: str) -> None:
         now = [0]
@@ -41,7 +41,7 @@ def bad(value: float) -> Change:
 
 
 def grown_by(factor: float) -> Change:
-    """The whole model, after every step."""
+    """Multiply all parameters after every step."""
 
     @torch.no_grad()
     def hook(loop: Loop, step: int) -> None:
@@ -79,11 +79,11 @@ def frozen_first_layer(loop: Loop) -> None:
     loop.model[0].requires_grad_(False)
 
 
-# title -> what raises it, and what comes close to it and must not, in layer "2" of an MLP of 3 layers
+# title -> (the fault that raises it, a similar change that must not), in layer "2" of an MLP of 3 layers
 TITLES: dict[str, tuple[Change, Change]] = {
     "NaN gradient": (bad(float("nan")), bad(0.01)),
     "Inf gradient": (bad(float("inf")), bad(0.01)),
-    "Non-finite loss": (do.loss(lambda loss: loss + loss.detach() * torch.inf, 20, 21), nothing),  # no gradient of it
+    "Non-finite loss": (do.loss(lambda loss: loss + loss.detach() * torch.inf, 20, 21), nothing),  # without a gradient
     "Loss spike": (do.loss(lambda loss: loss + 100, 33), do.loss(lambda loss: loss + 0.5, 38, 39)),
     "Loss below 0": (do.loss(torch.neg, 36), do.loss(lambda loss: loss - 0.5, 36)),
     "Exploding gradient": (do.inputs(lambda x: 300 * x, 30), do.inputs(lambda x: 1.5 * x, 30)),
