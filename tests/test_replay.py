@@ -23,7 +23,7 @@ from wandb_gradwatch._page.payload import without_finding
 
 def log_of_some(x):
     scale = (x.abs().sum() < 1e3).to(x.dtype)  # 1 for an ordinary batch, 0 for a large one
-    return ((x.abs() + 1) * scale).log()  # log(0) for a large batch
+    return ((x.abs() + 1) * scale).log()  # bad
 
 
 class Fails(Model):
