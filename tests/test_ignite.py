@@ -61,14 +61,14 @@ def test_supervised_trainers_too(accumulate: int) -> None:
     trainer.run([(x, x.sum(dim=1, keepdim=True)) for x in data])
     samples = memory.merged()
     assert samples.total_grad_norm.tolist() == approx(expected.norms)
-    # Without a line in the train step: Ignite returns each batch's loss, and backward() is called on its share.
+    # The train step does not call loss(): Ignite returns each batch's loss, and calls backward() on its share.
     groups = [losses[first : first + accumulate] for first in range(0, len(losses), accumulate)]
     assert samples.metrics["gradwatch/loss"].tolist() == approx([sum(group) / accumulate for group in groups])
 
 
 @pytest.mark.filterwarnings("ignore:.*GradScaler.*")
 def test_supervised_amp_is_seen_as_the_optimizer_gets_it() -> None:
-    """Autocast rounds the forward: autograd's own gradient is compared, which this trainer keeps."""
+    """Autocast rounds the forward, so the norms are compared with those of autograd's own gradients."""
     model = small_model()
     trainer = create_supervised_trainer(
         model,
@@ -91,7 +91,7 @@ def test_supervised_amp_is_seen_as_the_optimizer_gets_it() -> None:
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_scaled_gradient_is_shown_unscaled(unscale: bool, given: bool) -> None:
-    """The scaler is the train step's own; Ignite does not know of it. Given to us, or found."""
+    """The train step has its own scaler, of which Ignite is not aware; it is passed to GradWatch or found."""
     model = small_model()
     expected = Recomputed(model)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=65536.0)
@@ -140,7 +140,7 @@ def test_a_run_that_ends_or_is_terminated_leaves_no_hook() -> None:
 
 
 def test_a_checkpoint_carries_the_step_and_what_is_usual() -> None:
-    """A spike right after a resume is one against the steps before it."""
+    """A spike right after a resume is compared with the steps before the checkpoint."""
     model, memory = small_model(), MemorySink()
     step = usual_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
     first = Engine(step)

@@ -65,7 +65,7 @@ STEPS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("bad", [1000.0, math.inf, math.nan], ids=["spike", "inf", "nan"])
 @pytest.mark.parametrize("kind", STEPS)
 def test_the_bad_batch_is_not_applied_without_any_user_code(kind: str, bad: float) -> None:
-    """Bitwise the training without that batch: decay, momentum and the optimizer's count do not move either."""
+    """Bitwise equal to the training without the bad batch, including decay, momentum and the optimizer's step count."""
     assert_equal(trained(STEPS[kind], with_a_bad_batch(bad), {"skip": True}), trained(STEPS[kind], WITHOUT))
 
 
@@ -78,7 +78,7 @@ def test_by_default_the_training_is_the_same_bit_for_bit_through_nan_and_spikes(
 
 @pytest.mark.parametrize("watch_options", [{}, {"include": "weight"}], ids=["whole", "weights-only"])
 def test_the_bad_batch_moves_nothing_that_the_optimizer_holds(watch_options: dict[str, Any]) -> None:
-    """Another module in the same optimizer, and what is not watched, stay too. The row says that it was left out."""
+    """Unwatched parameters of the same optimizer do not change either. The row reports the skipped step."""
 
     def both_trained(data: torch.Tensor, memory: MemorySink | None) -> list[torch.Tensor]:
         model, before = small_model(), nn.Linear(4, 4)
@@ -138,7 +138,7 @@ def test_a_train_step_can_decide_by_itself() -> None:
     assert engine.state.unhealthy_spike is False
     engine.run(with_a_bad_batch())
     assert skipped == [BAD]
-    assert norms[BAD] > 100 * max(norms[:BAD])  # its norm is shown, though there was no step
+    assert norms[BAD] > 100 * max(norms[:BAD])  # the skipped step's norm is available
 
 
 def test_the_callback_comes_before_the_update_and_may_raise() -> None:
@@ -158,7 +158,7 @@ def test_the_callback_comes_before_the_update_and_may_raise() -> None:
 
 @pytest.mark.parametrize("arguments", [{"max_norm": 1.0}, {"rule": lambda norm: norm > 1.0}], ids=["static", "own"])
 def test_a_fixed_limit_or_a_function_is_the_rule(arguments: dict[str, Any]) -> None:
-    """With a learning rate of 0 the norms are known beforehand: those above 1 are flagged, and no others."""
+    """With a learning rate of 0 the norms are known in advance: exactly those above 1 are flagged."""
     model = small_model()
     expected = Recomputed(model)
     engine = Engine(usual_step(model, torch.optim.SGD(model.parameters(), lr=0.0), expected))
@@ -245,7 +245,7 @@ def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.Lo
     assert [record.message for record in caplog.records] == [
         "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
     ]
-    # It is looked for when an iteration begins: the first one that is watched is the next.
+    # Trainable parameters are searched at the start of an iteration, so the first watched iteration is the next one.
     assert seen[:4] == [None] * 4
     assert seen[4:] == approx(expected.norms[4:])
 
@@ -254,7 +254,7 @@ def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.Lo
 
 
 def flags_of(norms: list[float], **limits: Any) -> list[bool]:
-    """Which of these gradient norms are flagged: a model whose one parameter has the given number as its gradient."""
+    """Return which of these gradient norms are flagged, with a model of one element."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
@@ -270,8 +270,8 @@ def flags_of(norms: list[float], **limits: Any) -> list[bool]:
     return flags
 
 
-# Log norms of +-0.1 around 0 have a sample deviation of 0.103 at 16 samples; 3 deviations of 15 degrees of freedom are
-# 3.6 of these, a factor of 1.45; 1.05 times the usual norm is within one.
+# Log norms of +-0.1 have a sample deviation of 0.103 for 16 samples; 3 deviations with 15 degrees of freedom are 3.6 of
+# them, a factor of 1.45; 1.05 times the usual norm is within one deviation.
 QUIET = [math.exp(0.1 * (-1) ** index) for index in range(16)]
 
 
@@ -279,12 +279,12 @@ QUIET = [math.exp(0.1 * (-1) ** index) for index in range(16)]
     ("limits", "flagged"),
     [
         ({}, [False, False, True]),  # 5 times the usual norm
-        ({"stds": 3.0}, [False, True, True]),  # beyond any factor
-        ({"factor": 1.5}, [False, True, True]),  # beyond any deviation
+        ({"stds": 3.0}, [False, True, True]),  # only the limit of deviations
+        ({"factor": 1.5}, [False, True, True]),  # only the limit of the factor
         ({"factor": 4.0}, [False, False, True]),
         ({"stds": 3.0, "factor": 4.0}, [False, False, True]),  # both
         ({"max_norm": 3.0}, [False, False, True]),
-        ({"max_norm": 1000.0}, [False, False, False]),  # no limit that was not asked for
+        ({"max_norm": 1000.0}, [False, False, False]),  # no other limits besides the given one
     ],
     ids=str,
 )
@@ -295,7 +295,7 @@ def test_the_limits_are_the_callers_and_no_others(limits: dict[str, float], flag
 
 @pytest.mark.parametrize(("window", "flagged"), [(8, True), (64, False)])
 def test_the_window_is_what_counts_as_usual(window: int, flagged: bool) -> None:
-    """24 norms of e and 1/e in turn, then 8 quiet ones: beside the quiet ones alone 2 is unusual."""
+    """24 norms of e and 1/e in turn, then 8 quiet ones: 2 is unusual compared with the quiet ones only."""
     loud = [math.exp((-1) ** index) for index in range(24)]
     assert flags_of([*loud, *QUIET[:8], 2.0], stds=3.0, window=window)[-1] == flagged
 
@@ -306,7 +306,7 @@ def test_neither_nan_nor_spikes_are_learned_from() -> None:
 
 
 def test_a_level_that_stays_becomes_the_usual_one() -> None:
-    """Otherwise a training whose norms have settled at a higher level would never step again."""
+    """Otherwise a training whose norms stay at a higher level would never step again."""
     assert flags_of([*QUIET, *[100.0] * 25]) == [False] * len(QUIET) + [True] * 20 + [False] * 5
 
 
@@ -365,7 +365,7 @@ def test_two_ranks_judge_the_averaged_gradient_and_leave_out_the_same_batch(tmp_
     (first, second), _ = launch(WORKER, tmp_path)
     assert first == second
     assert first["flags"] == [index == BAD for index in range(NUM_BATCHES)]
-    # Of the first step, by float64: DDP averages the two ranks' gradients. No sqrt(2) in it.
+    # The first step's norm in float64: DDP averages the two ranks' gradients.
     expected = Recomputed(small_model())
     expected.look(batches(40)[:2])
     assert first["norms"][0] == approx(expected.norms[0])

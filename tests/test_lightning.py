@@ -36,9 +36,9 @@ pytestmark = [
 def test_steps_and_epochs_agree_with_float64(accumulate: int, more: dict[str, Any]) -> None:
     module, callback = Regression(accumulate=accumulate), GradWatchCallback(sample_every=1, per_layer=True)
     trainer, notes = fitted(module, 6, callback, max_epochs=2, accumulate_grad_batches=accumulate, **more)
-    expected, steps = module.expected, 6 // accumulate  # of an epoch
+    expected, steps = module.expected, 6 // accumulate  # steps per epoch
     assert len(expected.norms) == 2 * steps
-    # Steps count batches that ended in an update, from 0: the Trainer's own axis.
+    # Steps count batches that end with an update, from 0, like the Trainer's own axis.
     assert notes.series("train/grad_norm") == numbered(expected.norms)
     assert notes.series("train/grad_mean") == numbered(expected.means)
     assert notes.series("train/grad_std") == numbered(expected.stds)
@@ -52,7 +52,7 @@ def test_steps_and_epochs_agree_with_float64(accumulate: int, more: dict[str, An
 
 @pytest.mark.parametrize(("callback_every", "trainer_every"), [(2, 2), (5, 1), (1, 5), (3, 2)])
 def test_each_value_is_logged_once_under_its_own_step(callback_every: int, trainer_every: int) -> None:
-    """log_dict would write it when the Trainer writes: late, again and again, or never."""
+    """log_dict would log the value when the Trainer logs: late, repeatedly, or never."""
     module, callback = Regression(), GradWatchCallback(sample_every=1, log_every_n_steps=callback_every)
     trainer, notes = fitted(module, 12, callback, log_every_n_steps=trainer_every)
     due = range(callback_every - 1, 12, callback_every)
@@ -72,7 +72,7 @@ def test_the_cadence_is_the_trainers_where_none_is_given_and_0_is_never() -> Non
 def test_where_not_every_step_is_measured_the_first_one_after_each_nth_is_logged() -> None:
     module = Regression()
     _, notes = fitted(module, 12, GradWatchCallback(sample_every=5, log_every_n_steps=2))
-    # Steps 5 and 10 are measured, the batches 4 and 9: each the first at or after a multiple of 2 since the one before.
+    # Steps 5 and 10 are sampled (batches 4 and 9): each is the first one at or after a multiple of 2.
     assert notes.series("train/grad_norm") == [(batch, approx(module.expected.norms[batch])) for batch in (4, 9)]
 
 
@@ -94,7 +94,7 @@ def test_every_logger_gets_every_number(tmp_path: Any) -> None:
 
 
 def test_bf16_gradients_are_those_of_the_optimizer() -> None:
-    """Autocast rounds the forward to 8 bits, so float64 cannot say the gradient; autograd's own is compared."""
+    """Autocast rounds the forward to 8 bits, so the norms are compared with autograd's own, not with float64."""
     module, seen = Regression(), []
     module.on_before_optimizer_step = lambda optimizer: seen.append(  # type: ignore[method-assign]
         float(torch.cat([p.grad.flatten().double() for p in module.parameters()]).norm())
@@ -104,7 +104,7 @@ def test_bf16_gradients_are_those_of_the_optimizer() -> None:
 
 
 def test_loss_scaling_and_an_overflow_leave_true_numbers() -> None:
-    """A real scaler: gradients are 65536 times too large at the end of the backward; one batch overflows."""
+    """With a real scaler gradients are 65536 times too large after the backward; one batch overflows."""
     data = batches(5)
     data[2] *= 1e38  # its loss is inf
     module, memory = Regression(), MemorySink()
@@ -118,13 +118,13 @@ def test_loss_scaling_and_an_overflow_leave_true_numbers() -> None:
     assert samples.skipped.tolist() == [False, False, True, False, False]
     # After the overflow the scaler halves its scale.
     assert samples.loss_scale.tolist() == [65536.0, 65536.0, 65536.0, 32768.0, 32768.0]
-    # The skipped step made no update and is no part of the mean.
+    # The skipped step makes no update and is not part of the mean.
     mean = sum(expected[step] for step in healthy) / 4
     assert notes.series("train_epoch/grad_norm") == [(4, approx(mean))]
 
 
 def test_a_fused_optimizer_that_unscales_by_itself_leaves_true_numbers() -> None:
-    """Lightning does not unscale for it: at on_before_optimizer_step the gradients are 65536 times too large."""
+    """Lightning does not unscale for fused optimizers: its hooks get gradients that are 65536 times too large."""
 
     class Fused(Regression):
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -138,7 +138,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_leaves_true_numbers() -> None
 
 
 def _scaling() -> Any:
-    """A loss scale as on a GPU, and float32 all the same."""
+    """A loss scale as on a GPU, but with float32."""
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     plugin = pl.plugins.precision.MixedPrecision("16-mixed", device="cpu", scaler=scaler)
     plugin.forward_context = contextlib.nullcontext
@@ -147,7 +147,7 @@ def _scaling() -> Any:
 
 @pytest.mark.parametrize(("accumulate", "scaled"), [(1, False), (3, False), (1, True)])
 def test_the_loss_is_that_of_the_training_step_averaged_over_micro_batches(accumulate: int, scaled: bool) -> None:
-    """Lightning divides it by the micro-batches and multiplies it with the loss scale before a callback sees it."""
+    """Lightning divides the loss by the micro-batches and multiplies it by the loss scale before callbacks get it."""
     sink, module = MemorySink(), Regression(accumulate=accumulate, lr=0.0)
     more: dict[str, Any] = {"plugins": [_scaling()]} if scaled else {"accumulate_grad_batches": accumulate}
     fitted(module, 6, GradWatchCallback(sinks=[sink], sample_every=1), **more)
@@ -160,7 +160,7 @@ def test_the_loss_is_that_of_the_training_step_averaged_over_micro_batches(accum
 
 
 class Gan(pl.LightningModule):
-    """Two optimizers in turn, by hand, the first one clipped by the user."""
+    """Manual optimization with two optimizers in turn; the user clips the first one's gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def _norm(module: nn.Module) -> float:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_gan_logs_both_networks_of_a_batch_before_clipping(every: int) -> None:
-    """Every second optimizer step would be the generator's alone: the cadence counts batches."""
+    """The cadence counts batches: every second optimizer step would always be the generator's."""
     module = Gan()
     options = {"log_every_n_steps": every, "per_layer": True, "group_by": lambda name: name.split(".")[0]}
     _, notes = fitted(module, 4, GradWatchCallback(sample_every=1, **options))
@@ -204,7 +204,7 @@ def test_a_gan_logs_both_networks_of_a_batch_before_clipping(every: int) -> None
     assert notes.series("train/grad_norm/generator") == [(b, approx(module.norms[b][1])) for b in due]
     both = {b: (module.norms[b][0] ** 2 + module.norms[b][1] ** 2) ** 0.5 for b in due}
     assert notes.series("train/grad_norm") == [(b, approx(both[b])) for b in due]
-    # The epoch's mean is over all eight optimizer steps, each with the norm of its own parameters.
+    # The epoch's mean covers all eight optimizer steps, each with the norm of its own parameters.
     mean = sum(sum(pair) for pair in module.norms) / 8
     assert notes.series("train_epoch/grad_norm") == [(3, approx(mean))]
 

@@ -49,7 +49,7 @@ def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.Lo
     assert [r.message for r in caplog.records].count(
         "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
     ) == 1
-    # Callbacks hear of a batch before the module does: the first one that is watched is the next.
+    # Callbacks run before the module's hook, so the first watched batch is the next one.
     assert notes.series("train/grad_norm") == [(b, approx(module.expected.norms[b])) for b in (3, 4, 5)]
 
 
@@ -77,11 +77,11 @@ def test_an_explosion_is_judged_before_clipping_and_said(capsys: pytest.CaptureF
 def test_a_nan_is_an_alert_of_its_own_step_and_no_part_of_the_epoch(where: str) -> None:
     alerts: list[Alert] = []
     data, backwards = batches(4), itertools.count()
-    # The guard keeps the weights whole.
+    # The guard keeps the weights finite.
     module, callback = Regression(), GradWatchCallback(sample_every=1, on_alert=alerts.append, guard="skip")
     if where == "in the batch":
         data[2] = torch.nan
-    else:  # the others have a finite norm, of a step that is none
+    else:  # the other parameters have a finite norm, but the step is skipped
         module.net[0].weight.register_hook(lambda grad: grad + torch.nan if next(backwards) == 2 else grad)
     _, notes = fitted(module, DataLoader(data, batch_size=None), callback)
     assert [(alert.title, alert.step) for alert in alerts] == [("NaN gradient", 3)]
@@ -135,7 +135,7 @@ def test_the_steps_of_a_rate_finder_are_none_of_the_training(tmp_path: Any) -> N
     callbacks = (GradWatchCallback(sample_every=1, sinks=[memory]), finder)
     _, notes = fitted(module, 4, *callbacks, default_root_dir=tmp_path)
     norms = module.expected.norms
-    assert len(norms) > 4  # those of the finder came first
+    assert len(norms) > 4  # the first norms are those of the finder
     assert notes.series("train/grad_norm") == numbered(norms[-4:])
     assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(norms[-4:]) / 4))]
     samples = memory.merged()
@@ -186,7 +186,7 @@ def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Ex
 
 
 class MaxNorm(GradWatchCallback):
-    """The largest norm of the epoch, and a number of the user's own."""
+    """Log the largest norm of the epoch, and a number of the user."""
 
     def compute_batch_stats(self, sample: Any) -> dict[str, float]:
         return {**super().compute_batch_stats(sample), "twice": 2 * float(sample.total_grad_norm[0])}
@@ -298,7 +298,7 @@ def test_two_callbacks_of_one_trainer_share_the_rows_of_a_run(offline_run: Any) 
     trainer_of(callbacks, notes=logger, log_every_n_steps=2).fit(Regression(), loader(8))
     offline_run.finish()
     rows = [row for row in history(offline_run) if "gradwatch/step" in row]
-    # Every second of 8 steps; had they taken turns for the Trainer's rows, half of ours would come with the run's end.
+    # Every second of 8 steps. If rows waited for the Trainer's rows, half of them would come at the end of the run.
     assert [row["gradwatch/step"] for row in rows] == [2, 4, 6, 8]
     for row in rows:
         assert row["train/grad_norm"] == row["gradwatch/grad_norm"]

@@ -95,7 +95,7 @@ json.dump({"through": through, "killed": killed, "resumed": resumed}, open(os.pa
 
 
 def averaged(of_ranks: list[list[list[Any]]]) -> list[float]:
-    """The norms of the mean of the ranks' gradients, by step."""
+    """Return the norms of the mean of the ranks' gradients, by step."""
     return [
         float(
             torch.cat([((torch.tensor(a) + torch.tensor(b)) / 2).flatten() for a, b in zip(*looks, strict=True)]).norm()
@@ -111,7 +111,7 @@ def series(calls: list[Any], key: str) -> list[tuple[int, float]]:
 @pytest.mark.distributed
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_fully_sharded_ranks_log_the_whole_norm_also_after_a_resume(tmp_path: Path) -> None:
-    """FSDP2 by the ModelParallelStrategy; FSDPStrategy wants a GPU."""
+    """FSDP2 through ModelParallelStrategy, because FSDPStrategy needs a GPU."""
     (first, second), _ = launch(SHARDED, tmp_path)
     norms = averaged([first["through"]["gradients"], second["through"]["gradients"]])
     assert len(norms) == 8
@@ -120,7 +120,7 @@ def test_fully_sharded_ranks_log_the_whole_norm_also_after_a_resume(tmp_path: Pa
     steps = series(logged, "train/grad_norm")
     assert steps == [(step, pytest.approx(norm, rel=1e-5)) for step, norm in enumerate(norms)]
     assert series(logged, "train_epoch/grad_norm") == [(3, pytest.approx(means[0])), (7, pytest.approx(means[1]))]
-    # The killed one and its successor together are the one that ran through.
+    # The killed and the resumed training together log what the uninterrupted one logs.
     before, after = first["killed"]["calls"], first["resumed"]["calls"]
     assert series(before, "train/grad_norm") == steps[:6]
     assert series(after, "train/grad_norm") == steps[6:]
@@ -144,7 +144,7 @@ def test_two_ranks_log_the_averaged_gradient_once(tmp_path: Path) -> None:
     ]
     assert of_epochs == pytest.approx(means, rel=1e-5)
     assert not [key for _, metrics in second["calls"] for key in metrics if "grad" in key]
-    # Every rank knows the numbers, so that each decides alike; loggers are those of rank 0.
+    # Every rank has the metrics, so that all decide alike; only rank 0 has loggers.
     assert first["norm"] == second["norm"] == pytest.approx(means[1], rel=1e-5)
     assert first["best"] == second["best"] == pytest.approx(min(means), rel=1e-5)
     assert "sync_dist" not in said

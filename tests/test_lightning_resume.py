@@ -16,7 +16,7 @@ from lightning_programs import Notes, Regression, approx, loader, pl, trainer_of
 from wandb_gradwatch.integrations.lightning import GradWatchCallback
 from wandb_gradwatch.sinks import MemorySink
 
-NUM_BATCHES = 6  # of an epoch
+NUM_BATCHES = 6  # per epoch
 
 pytestmark = [
     pytest.mark.skipif(
@@ -30,16 +30,16 @@ pytestmark = [
 
 
 class KilledError(RuntimeError):
-    """Stands for the end of the process, right after a checkpoint was written."""
+    """Simulates the end of the process right after a checkpoint."""
 
 
 class Saver(pl.Callback):  # type: ignore[misc]
     """Write a checkpoint at one moment, and end the training there.
 
     Args:
-        path: where to.
-        moment: the hook.
-        when: (epoch, batch).
+        path: the path of the checkpoint.
+        moment: the name of the hook.
+        when: (epoch, batch) of the checkpoint.
     """
 
     def __init__(self, path: Path, moment: str, when: tuple[int, int]) -> None:
@@ -63,7 +63,7 @@ class Saver(pl.Callback):  # type: ignore[misc]
 
 
 class ResumableData:
-    """Batches in order, that go on where a checkpoint was written: Lightning saves the state of such a loader."""
+    """A loader of batches in order that resumes at a checkpoint, because Lightning saves its state."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._batches = data
@@ -127,13 +127,13 @@ def test_a_resumed_training_has_the_numbers_of_one_that_ran_through(
     begin = when[0] * NUM_BATCHES + when[1] + 1  # the first batch after the checkpoint
     assert [value for _, value in after.series("train/grad_norm")] == approx(norms[begin:])
     means = [sum(norms[e * NUM_BATCHES : (e + 1) * NUM_BATCHES]) / NUM_BATCHES for e in range(3)]
-    # Of an epoch whose last batch is in the checkpoint Lightning may not call the end again; it is logged all the same.
+    # Lightning may not call the end of an epoch again whose last batch is in the checkpoint; it must be logged anyway.
     is_logged = moment == "on_train_epoch_end"
     ended = [e for e in range(3) if (e + 1) * NUM_BATCHES > begin - (not is_logged)]
     expected = [((e + 1) * NUM_BATCHES - 1, approx(means[e])) for e in ended]
     assert after.series("train_epoch/grad_norm") == expected
     samples = memory.merged()
-    assert samples.steps.tolist() == list(range(begin + 1, 3 * NUM_BATCHES + 1))  # steps go on, too
+    assert samples.steps.tolist() == list(range(begin + 1, 3 * NUM_BATCHES + 1))  # steps continue, too
 
 
 def test_the_steps_axis_goes_on_after_a_mid_epoch_resume(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_the_steps_axis_goes_on_after_a_mid_epoch_resume(tmp_path: Path) -> None
     module.on_train_batch_end = lambda *_: own.append(trainer.fit_loop.epoch_loop._batches_that_stepped)  # type: ignore[method-assign]
     trainer = trainer_of(GradWatchCallback(sample_every=1), notes=after)
     trainer.fit(module, loader(NUM_BATCHES), ckpt_path=path)
-    # The Trainer's own rows of these batches are the measure.
+    # The expected steps are those of the Trainer's own rows.
     assert [step for step, _ in after.series("train/grad_norm")] == [step for step, _ in after.series("loss")]
     assert [step for step, _ in after.series("train/grad_norm")] == own
 
@@ -160,7 +160,7 @@ def test_the_state_is_plain_and_a_copy(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     loaded = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"][callback.state_key]
     assert loaded["watched"]["step"] == 3
-    np.testing.assert_equal(loaded, callback.state_dict())  # what a rule misses is NaN
+    np.testing.assert_equal(loaded, callback.state_dict())  # rules store missing values as NaN
     other = GradWatchCallback(sample_every=1)
     other.load_state_dict(loaded)
     other._epoch_stats["grad_norm"] = (99, 0.0)
@@ -168,7 +168,7 @@ def test_the_state_is_plain_and_a_copy(tmp_path: Path) -> None:
 
 
 def test_the_rules_remember_what_was_usual(tmp_path: Path) -> None:
-    """A spike right after a resume is one against the steps before it."""
+    """A spike right after a resume is compared with the steps before the checkpoint."""
     path, alerts = tmp_path / "checkpoint.ckpt", []
     with pytest.raises(KilledError):
         trainer_of([GradWatchCallback(sample_every=1), Saver(path, "on_train_batch_end", (0, 29))]).fit(
@@ -182,7 +182,7 @@ def test_the_rules_remember_what_was_usual(tmp_path: Path) -> None:
     trainer_of(GradWatchCallback(sample_every=1, on_alert=alerts.append)).fit(
         Spikes(lr=1e-4), loader(40), ckpt_path=path
     )
-    # Told when it is there, and again, as an error, when the update has moved the parameters far.
+    # Sent at the spike, and again as an error when the update has moved the parameters far.
     assert {(alert.title, alert.step) for alert in alerts} == {("Exploding gradient", 31)}
 
 
@@ -201,7 +201,7 @@ def test_state_keys_differ_with_every_argument_and_are_the_same_in_every_process
         {"group_by": str.upper},
     ]
     assert len({GradWatchCallback(**each).state_key for each in arguments}) == len(arguments)
-    # Where things go is no part of it: a training that is resumed with other sinks, or in another run, has its memory.
+    # Sinks and runs are not part of the state: a training resumed with other sinks, or in another run, restores it.
     elsewhere = GradWatchCallback(sinks=[MemorySink()], on_alert=print, run=SimpleNamespace(id="another"))
     assert elsewhere.state_key == GradWatchCallback().state_key
 
@@ -227,7 +227,7 @@ def test_two_callbacks_of_one_trainer_watch_side_by_side() -> None:
 
 
 def test_recomputed_is_a_second_opinion() -> None:
-    """The measure of these tests can tell a wrong number: another batch has another norm."""
+    """The checks of this file can fail: another batch has another norm."""
     module = Regression()
     looks = Recomputed(module.net)
     first, second = loader(2)

@@ -79,7 +79,7 @@ def test_every_family_has_the_step_as_its_x_axis_and_the_summary_has_two_numbers
         assert recorded.metrics[names.index(f"{family}/*")]["5"] == step
     assert recorded.metrics[names.index("head/rank")]["5"] == step
     assert recorded.metrics[names.index("gradients/*")] == {"2": "gradients/*", "5": step, "6": [], "7": [6]}
-    # W&B prints the first ten of the alphabet when the run ends: the user's own are among them.
+    # At the end of a run W&B prints the first ten keys in alphabetical order: the user's own keys are among them.
     ours = {key for key in recorded.summary if not key.startswith("_")} - {"grad_norm/of_the_user", "head/rank"}
     assert ours == {"gradwatch/step", "gradwatch/grad_norm", "gradwatch/grad_norm_max"}
 
@@ -103,7 +103,7 @@ def test_forty_windows_of_a_gpt_arrive_once_and_in_order(offline_run: Any) -> No
     assert [row["gradwatch/step"] for row in rows] == list(range(10, 401, 10))
     assert [row["loss"] for row in rows] == list(range(40))
     skipped = [row["gradwatch/step"] for row in rows if row["gradwatch/num_skipped_steps"]]
-    assert skipped == [270]  # the window that ends there holds step 265
+    assert skipped == [270]  # the window that ends at 270 holds step 265
 
 
 def test_histograms_can_be_off(offline_run: Any) -> None:
@@ -143,14 +143,14 @@ def test_many_names_become_modules_and_it_is_said_once(offline_run: Any, said: A
 @pytest.mark.parametrize(
     ("names", "some_groups"),
     [
-        # 500 equal blocks and a head: pairs, nearly everywhere; the head stays alone.
+        # 500 equal blocks and a head: nearly all blocks are grouped in pairs, and the head has its own series.
         ([f"blocks.{i}.fc" for i in range(500)] + ["head"], ["blocks.1-2.fc", "blocks.498-499.fc", "head"]),
-        # Experts are neighbours within their layer, attention and MLP apart.
+        # Experts are grouped with neighbours of the same layer, separately from attention and MLP.
         ([f"layer.{i}.expert.{j}" for i in range(4) for j in range(100)], ["layer.3.expert.98-99"]),
         ([f"{i}.{kind}" for i in range(600) for kind in ("attn", "mlp")], ["595-599.attn", "595-599.mlp"]),
         ([str(i) for i in range(512)], ["0-1", "509-511"]),
         ([f"conv{i}" for i in range(257)], ["conv0", "conv255-256"]),
-        # No numbers at all: neighbours in the model's order.
+        # Names without numbers: neighbours in the model's order are grouped.
         ([f"{a}{b}" for a in "abcdefghijklmnopq" for b in "abcdefghijklmnopq"], ["aa", "qp-qq"]),
     ],
 )  # fmt: skip
@@ -167,7 +167,7 @@ def test_neighbours_of_one_kind_share_a_series_only_as_far_as_they_must(
 @pytest.mark.parametrize(
     ("names", "some_groups"),
     [
-        # A ParameterList: one module, which leaves nothing to join.
+        # A ParameterList is a single module, so grouping by module is not enough.
         ([f"tensors.{i}" for i in range(510)], ["tensors.0-1", "tensors.508-509"]),
         ([f"m.{a}{b}" for a in "abcdefghijklmnopq" for b in "abcdefghijklmnopq"], ["m.aa", "m.qp-m.qq"]),
         ([*(f"blocks.{i}.w" for i in range(10)), *(f"tensors.{i}" for i in range(500))], ["tensors.498-499"]),
@@ -253,7 +253,7 @@ def test_an_alert_arrives_with_title_text_and_level(start_run: Any, loopback: An
     run.finish()
     (alert,) = loopback.runs[run.id].alerts
     assert (alert["title"], alert["text"], alert["severity"]) == (ALERT.title, ALERT.text, "ERROR")
-    assert alert["waitDuration"] == 1000  # ms: not the minute that W&B would take for 0
+    assert alert["waitDuration"] == 1000  # ms: for 0 W&B would use a minute
 
 
 def test_an_offline_alert_waits_in_the_file_for_wandb_sync(offline_run: Any) -> None:
@@ -303,7 +303,7 @@ def test_a_resumed_run_goes_on_after_its_last_step(start_run: Any, loopback: Any
 
 @pytest.mark.parametrize("namespace", ["", "model1"])
 def test_two_watchers_share_one_run_and_the_users_rows(offline_run: Any, namespace: str) -> None:
-    """Below a namespace the second's rows share a place with the first's; with equal keys they take turns."""
+    """With a namespace the rows of the second watcher join those of the first; equal keys need different rows."""
     first, second = WandbSink(offline_run), WandbSink(offline_run, namespace=namespace)
     for step in range(4):
         first.write(window({"a": [1.0]}, first_step=step))
@@ -316,7 +316,7 @@ def test_two_watchers_share_one_run_and_the_users_rows(offline_run: Any, namespa
         assert [row["gradwatch/step"] for row in rows if f"grad_norm/{name}" in row] == [0, 1, 2, 3]
     together = [row for row in rows if "grad_norm/a" in row and "grad_norm/b" in row]
     if namespace:
-        assert rows == together  # no row has waited for the run's end
+        assert rows == together  # no row is delayed to the end of the run
         norms = [(row["gradwatch/grad_norm"], row["gradwatch/model1/grad_norm"]) for row in rows]
         assert norms == [(1.0, 2.0)] * 4
     else:
@@ -453,7 +453,7 @@ def test_a_server_in_trouble_loses_nothing(start_run: Any, loopback: Any, troubl
 
 
 def test_a_server_that_hangs_does_not_hold_training_up(start_run: Any, loopback: Any) -> None:
-    # Nothing here waits for an answer; were it otherwise, the test would not get to its end.
+    # No call waits for an answer, otherwise the test would not end.
     run = start_run(server=loopback)
     sink = WandbSink(run)
     loopback.fault("*", "hang")
@@ -550,7 +550,7 @@ def test_what_details_may_be_is_said_at_once(details: Any, offline_run: Any) -> 
 def test_ranks_other_than_0_need_no_run_and_log_only_where_they_are_given_one(
     start_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = start_run(reinit="finish_previous")  # the only kind that becomes wandb.run
+    run = start_run(reinit="finish_previous")  # only such a run becomes wandb.run
     monkeypatch.setattr("wandb_gradwatch._watch.rank", lambda: 1)
     for scale, options in ((1.0, {}), (2.0, {"run": run})):
         model = gradients.Chosen(a=2)

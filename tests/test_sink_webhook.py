@@ -62,7 +62,7 @@ def test_a_connection_that_breaks_is_met_with_another_attempt(monkeypatch: pytes
     with socket.create_server(("127.0.0.1", 0)) as server:
         sink = WebhookSink(f"http://127.0.0.1:{server.getsockname()[1]}/hook")
         sink.alert(ALERT)
-        server.accept()[0].close()  # the first attempt is told nothing
+        server.accept()[0].close()  # the first attempt gets no answer
         connection, _ = server.accept()
         with connection:
             assert connection.recv(65536).startswith(b"POST /hook")
@@ -98,7 +98,7 @@ def test_attempts_are_bounded(hook: responses.RequestsMock, said: Any) -> None:
 
 
 class _Blocked:
-    """A webhook that answers when it is told to."""
+    """A webhook that answers when the test allows it."""
 
     def __init__(self, hook: responses.RequestsMock) -> None:
         self.asked = threading.Event()
@@ -118,9 +118,9 @@ def test_training_never_waits_and_the_queue_is_bounded(
     blocked = _Blocked(hook)
     sink = WebhookSink(URL)
     sink.alert(ALERT)
-    assert blocked.asked.wait(30)  # the first is on its way, so the queue is empty
+    assert blocked.asked.wait(30)  # the first alert is being sent, so the queue is empty
     for _ in range(10):
-        sink.alert(ALERT)  # would never return if it waited for the answer
+        sink.alert(ALERT)  # would not return if it waited for the answer
     blocked.answer.set()
     sink.close()
     assert len(hook.calls) == 3
@@ -136,8 +136,8 @@ def test_closing_takes_a_bounded_time(hook: responses.RequestsMock, said: Any, m
     sink.close()
     assert said() == ["wandb_gradwatch: the webhook did not answer in 0.01 s: alerts may be missing."]
     blocked.answer.set()
-    sink.close()  # again: nothing happens
-    sink.alert(ALERT)  # after the end: nothing either
+    sink.close()  # closing twice does nothing
+    sink.alert(ALERT)  # an alert after close() does nothing
 
 
 def test_the_url_is_in_no_log_and_no_repr(hook: responses.RequestsMock, caplog: pytest.LogCaptureFixture) -> None:
@@ -158,7 +158,7 @@ def test_the_url_is_not_in_urllib3s_debug_log(loopback: Any, caplog: pytest.LogC
     secret = f"{loopback.url}/services/the-secret"
     with caplog.at_level(logging.DEBUG):
         requests.post(secret, json={})
-        assert "the-secret" in caplog.text  # it would be there
+        assert "the-secret" in caplog.text  # the control: the log would hold the secret
         caplog.clear()
         sink = WebhookSink(secret)
         sink.alert(ALERT)
@@ -170,7 +170,7 @@ def test_the_url_is_not_in_urllib3s_debug_log(loopback: Any, caplog: pytest.LogC
 def test_an_error_that_is_not_requests_own_ends_nothing_and_shows_nothing(
     hook: responses.RequestsMock, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # As urllib3's LocationParseError, which requests lets through.
+    # Like urllib3's LocationParseError, which requests does not catch.
     hook.post(URL, body=ValueError(f"cannot parse {URL}"))
     hook.post(URL, body="ok")
     sink = WebhookSink(URL)

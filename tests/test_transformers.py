@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*")
 
 
 class Net(nn.Module):
-    """The small model, as the Trainer wants models: a dictionary with the loss."""
+    """The small model with the interface of the Trainer: it returns a dictionary with the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """The batches' rows, one by one."""
+    """Return the rows of the batches, one by one."""
 
     def __init__(self, count: int) -> None:
         self.rows = batches(count).flatten(0, 1)
@@ -96,7 +96,7 @@ def trained(*arguments: Any, **more: Any) -> Trainer:
 
 
 class InOrder(Trainer):
-    """Takes the data in order, so that the test knows each batch."""
+    """A Trainer that takes the data in order, so that the test knows each batch."""
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -137,14 +137,14 @@ def test_the_cadence_is_the_trainers_where_none_is_given(tmp_path: Path) -> None
     assert [step for step, _ in logged(trainer)] == [2, 4, 6]
     trainer = trained(tmp_path, [GradWatchCallback(sample_every=1, log_every=3)], logging_strategy="epoch")
     assert [step for step, _ in logged(trainer)] == [3, 6]
-    # Where not every step is measured, the first at or after each second: of steps 3 and 6 the first would be missing.
+    # Log the first sample at or after each second step. With a plain logging_steps=2 sample 3 would be missing.
     trainer = trained(tmp_path, [GradWatchCallback(sample_every=3)], logging_steps=2)
     assert [step for step, _ in logged(trainer)] == [3, 6]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_gradients_are_those_of_the_optimizer(precision: str, tmp_path: Path) -> None:
-    """Autocast rounds the forward: autograd's own gradient is compared, as the step gets it unclipped."""
+    """Autocast rounds the forward, so the norms are compared with those of autograd's own gradients before clipping."""
 
     class Look(TrainerCallback):
         norms: list[float] = []  # noqa: RUF012
@@ -159,7 +159,7 @@ def test_mixed_gradients_are_those_of_the_optimizer(precision: str, tmp_path: Pa
 
 
 class Stop(TrainerCallback):
-    """End the process, as it were, after a checkpoint."""
+    """Simulate the end of the process after a checkpoint."""
 
     def on_save(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("killed")
@@ -175,7 +175,7 @@ def test_steps_go_on_after_a_resume(save_steps: int, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1, sinks=[memory])], count=3, num_train_epochs=3)
     trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{save_steps}"))
     norms = through.model.expected.norms
-    # The log of the first half is in the checkpoint, that of the second half joins it.
+    # The checkpoint has the log of the first half, to which the second half is added.
     assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(norms, 1)]
     samples = memory.merged()
     assert samples.steps.tolist() == list(range(save_steps + 1, 10))
@@ -200,7 +200,7 @@ def test_a_watcher_of_a_training_that_raised_is_replaced(tmp_path: Path) -> None
     ("variable", "options", "gradients", "parameters"),
     [
         (None, {}, True, False),
-        ("false", {}, True, False),  # it turns the Trainer's own wandb.watch off
+        ("false", {}, True, False),  # disables the Trainer's own wandb.watch
         ("gradients", {}, True, False),
         ("parameters", {}, False, True),
         ("all", {}, True, True),
@@ -325,7 +325,7 @@ def test_lora_wrapped_after_the_callback_was_made(tmp_path: Path) -> None:
     samples = memory.merged()
     present = [name for p, name in enumerate(samples.names) if not math.isnan(samples.grad_norm[0, p])]
     assert [name.rsplit(".", 3)[-3] for name in present] == ["lora_A", "lora_B"]
-    # B starts at 0, so A's gradient is exactly 0 in the first step: real, and no cause for alarm.
+    # B starts at 0, so A's gradient is exactly 0 in the first step, which is correct and raises no alert.
     assert samples.grad_norm[0, samples.names.index(present[0])] == 0.0
     assert alerts == []
 
@@ -342,8 +342,8 @@ def test_lora_wrapped_after_training_began() -> None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         norms += [_step(model, optimizer, x) for x in data[3:]]
     samples = memory.merged()
-    # The wrap froze every parameter that had a hook: nothing could tell of the first backward of the new ones. Before
-    # clipping their gradient was not seen in that step, so it is missing; what the optimizer received is known.
+    # The wrapper froze all parameters with hooks, so no hook reported the first backward of the new ones. Their
+    # gradient before clipping is missing in that step; the received gradient is known.
     assert [step for step in range(6) if math.isnan(samples.total_grad_norm[step])] == [3]
     seen = [0, 1, 2, 4, 5]
     assert samples.total_grad_norm[seen].tolist() == approx([norms[step] for step in seen])
@@ -367,7 +367,7 @@ def accelerator() -> Iterator[Any]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's Trainer has set it
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's Trainer has initialised it
     yield Accelerator(cpu=True, gradient_accumulation_steps=2)
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -398,7 +398,7 @@ def test_accelerate_in_two_lines(accelerator: Any) -> None:
 
 
 def test_the_log_history_can_be_written(tmp_path: Path) -> None:
-    """The Trainer saves its state as JSON."""
+    """The Trainer saves its state, with that of callbacks, as JSON."""
     trainer = trained(tmp_path, [GradWatchCallback(sample_every=1, per_layer=True)], count=2)
     trainer.save_state()
     saved = json.loads((tmp_path / "trainer_state.json").read_text())
@@ -415,9 +415,9 @@ def test_the_models_loss_is_that_of_each_step_averaged_over_its_micro_batches(ac
         model=model,
         count=4,
         gradient_accumulation_steps=accumulate,
-        learning_rate=0.0,  # the model stays what it is, so that its losses can be computed again
+        learning_rate=0.0,  # the model does not change, so its losses can be recomputed
     ).train()
     losses = [loss_of(model.net.double(), batch.double()).item() for batch in batches(4)]
     expected = [sum(losses[i : i + accumulate]) / accumulate for i in range(0, 4, accumulate)]
     assert sink.merged().metrics["gradwatch/loss"].tolist() == approx(expected)
-    assert not any(module._forward_hooks for module in model.modules())  # nothing is left on the model
+    assert not any(module._forward_hooks for module in model.modules())  # no hooks are left on the model
