@@ -15,7 +15,7 @@ from wandb_gradwatch.rules import InfGradient, NaNGradient
 
 def everything_nan(model):
     for parameter in model.parameters():
-        parameter.grad.div_(0.0).mul_(0.0)  # Inf * 0, and 0 / 0 where there was a 0
+        parameter.grad.div_(0.0).mul_(0.0)  # Inf * 0, and 0 / 0 for elements of 0
 
 
 def one_nan(model):
@@ -66,7 +66,7 @@ def test_nan_that_arises_after_the_backward_is_counted_at_its_step_and_told_as_s
     snapshot = samples(watcher, sink)
     assert snapshot.total_grad_norm == pytest.approx([13, 13, 13])
     assert counts(snapshot) == [[0] * 4, list(BROKEN[breaks]), [0] * 4]
-    applied = when in ("no scaler", "after unscale_")  # a scaler that looks after the change skips the step
+    applied = when in ("no scaler", "after unscale_")  # a scaler that checks after the change skips the step
     assert snapshot.skipped.tolist() == [False, not applied, False]
     kind = "Inf gradient" if breaks is one_inf else "NaN gradient"
     assert [(alert.title, alert.step) for alert in alerts] == ([(kind, 2)] if applied else [])
@@ -79,7 +79,7 @@ def test_a_nan_of_the_backward_that_clipping_spreads_is_counted_where_it_was():
     watcher, sink = watch(model, rules=[NaNGradient()], on_alert=alerts.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model.loss(a=[3, 4], b=[1, math.nan, 2]).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm is NaN: now every element is
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm is NaN, so clipping makes every element NaN
     optimizer.step()
     snapshot = samples(watcher, sink)
     assert counts(snapshot) == [[0, 1, 0, 0]]
@@ -132,7 +132,7 @@ def test_what_a_step_pre_hook_of_the_users_does_comes_before_the_step(hook):
         step(model, optimizer, a=[4, 0])
     handle.remove()
     step(model, optimizer, a=[4, 0])
-    assert not optimizer._optimizer_step_pre_hooks  # ours is there during a step only
+    assert not optimizer._optimizer_step_pre_hooks  # the package's hook exists during a step only
     snapshot = samples(watcher, sink)
     assert snapshot.total_grad_norm.tolist() == [4] * 4
     assert snapshot.total_grad_norm_clipped == pytest.approx([0.5, 0.5, 0.5, 4])

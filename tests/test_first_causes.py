@@ -22,12 +22,12 @@ def causes(samples: Snapshot, modules: dict[str, str] | None = None) -> list[str
     ("falls_from", "last_step", "cause"),
     [
         (1, 12, "weights too small for the depth: poor initialisation"),
-        (2, 12, "learning rate too high"),  # the first step's norms were even: updates have made the fall
-        (2, 60, None),  # so much later other data may have
+        (2, 12, "learning rate too high"),  # the norms of the first step were even: updates made them fall
+        (2, 60, None),  # much later, other data may be the cause
     ],
 )
 def test_initial_weights_make_no_fall_that_the_first_step_does_not_show(falls_from, last_step, cause):
-    # Eight weights of a tenth of the size that keeps a signal's, behind a ReLU; of each layer a tenth is passed on.
+    # Eight weights of a tenth of the size that preserves a signal behind a ReLU: each layer passes on a tenth.
     weights = {f"{layer}.weight": np.full((4, 4), 0.1 * 2**0.5 / 2) for layer in range(8)}
     parameters = weights | {f"{layer}.bias": np.zeros(4) for layer in range(8)}
 
@@ -52,10 +52,10 @@ def test_units_that_die_of_a_huge_first_gradient_are_its_consequence(gradient, c
 @pytest.mark.parametrize(
     ("losses", "cause", "rival"),
     [
-        ([1.0, 1.0], "something in the backward", ""),  # which leaves the loss of its own step as it was
+        ([1.0, 1.0], "something in the backward", ""),  # which does not change the loss of its own step
         ([1.0, 0.1], "something in the backward", "a term of the loss that acts there"),
-        ([1.0, -0.5], "the wrong sign of the loss", ""),  # no update takes it there at once
-        ([-1.0, -9.0], "something in the backward", "a term of the loss that acts there"),  # one that may be below 0
+        ([1.0, -0.5], "the wrong sign of the loss", ""),  # a single update does not move the loss there
+        ([-1.0, -9.0], "something in the backward", "a term of the loss that acts there"),  # it may be negative
     ],
 )
 def test_a_gradient_from_one_layer_on_back_may_be_a_terms_of_the_loss_if_this_has_moved(losses, cause, rival):
@@ -79,7 +79,7 @@ def test_a_gradient_from_one_layer_on_back_may_be_a_terms_of_the_loss_if_this_ha
 
 @pytest.mark.parametrize(("shares", "is_told"), [([0, 3, 5, 7, 13], False), ([5, 5, 6, 6, 13], True)])
 def test_units_that_die_one_by_one_have_not_died_at_once_where_steps_between_were_not_measured(shares, is_told):
-    """Of 20: 6 and more are over a quarter; where 7 had died over the samples before, it is what had gone on."""
+    """6 or more of 20 units are more than a quarter. If 7 died in earlier samples, the earlier cause continues."""
     dead = [*[shares[0]] * 5, *shares, shares[-1]]
 
     def grads(num: int) -> dict[str, np.ndarray]:
@@ -100,7 +100,7 @@ def test_the_last_bias_of_a_network_whose_derivative_is_trained_is_no_frozen_lay
 
 @pytest.mark.parametrize(("first", "is_told"), [(-0.002, False), (0.002, True)])
 def test_a_loss_that_begins_below_0_has_no_wrong_sign_for_falling_at_once(first, is_told):
-    """As that of a cosine at far too high a learning rate, which doubles the parameters."""
+    """Like an update at a far too high learning rate, which doubles the parameters."""
     samples = [sample_of({"a": [1.0]}, step=step, parameters={"a": np.array([2.0**step])}) for step in range(1, 4)]
     found = causes(replace(together(samples), metrics={keys.LOSS: np.array([first, -0.15, -0.29])}))
     assert ("the wrong sign of the loss, or a loss without a lower bound" in found) == is_told
@@ -109,16 +109,16 @@ def test_a_loss_that_begins_below_0_has_no_wrong_sign_for_falling_at_once(first,
 @pytest.mark.parametrize(
     ("first", "weight_after", "rival"),
     [
-        (0.0, 1.0, "an operation that no gradient passes"),  # a rounding, from the first step on
-        (0.0, 0.0, ""),  # what follows is given 0: by units that never fire
-        (1.0, 1.0, ""),  # it had a gradient at first: there is nothing that none passes
+        (0.0, 1.0, "an operation that no gradient passes"),  # like a rounding, from the first step on
+        (0.0, 0.0, ""),  # the next layer gets 0 from units that never fire
+        (1.0, 1.0, ""),  # it had a gradient at first, so no operation blocks gradients
     ],
 )
 def test_units_that_never_fire_give_0_to_what_follows_them(first, weight_after, rival):
     def grads(step: int) -> dict[str, np.ndarray]:
         cut = np.full(4, first if step == 1 else 0.0)
         after = {"2.weight": np.full(4, weight_after), "2.bias": np.ones(4)}
-        # Of the layer after that half of the units are off, as in any that is not trained yet.
+        # Half of the units of the layer after that are off, as in any untrained layer.
         half = np.array([0.0, 0.0, 0.0, 1.0])
         return {"0.weight": cut, "0.bias": cut, **after, "3.weight": half, "3.bias": half, "5.bias": np.ones(4)}
 
@@ -130,9 +130,9 @@ def test_units_that_never_fire_give_0_to_what_follows_them(first, weight_after, 
 @pytest.mark.parametrize(
     ("norms", "steps_told"),
     [
-        (range(100), []),  # steps of one length from 0 on, as Adam makes them: 2 times, 1.5 times, 1.33 times ...
+        (range(100), []),  # updates of equal size from 0 on, like Adam's: factors of 2, 1.5, 1.33 ...
         ([step * min(step, 30) for step in range(100)], []),  # with a learning rate that rises for 30 steps
-        ([*range(60), *(60 * 1.5**num for num in range(1, 4))], [62]),  # half as much again, seen by samples 61 and 62
+        ([*range(60), *(60 * 1.5**num for num in range(1, 4))], [62]),  # factors of 1.5, visible at samples 61 and 62
     ],
 )
 def test_parameters_that_begin_at_0_do_not_grow_too_fast_from_there(norms, steps_told):
@@ -147,18 +147,18 @@ def test_parameters_that_begin_at_0_do_not_grow_too_fast_from_there(norms, steps
         (1.0, 1.0, "an explosion inside the model"),
         (1e3, 1.0, "a large scale of the inputs, targets or loss"),
         (1.0, 1e3, "a large scale of the inputs, targets or loss"),
-        (1.0, 2.0, "an explosion inside the model"),  # a mean squared error's, of targets of the size of 1
+        (1.0, 2.0, "an explosion inside the model"),  # as of a mean squared error with targets near 1
     ],
 )
 def test_neither_ordinary_inputs_nor_an_ordinary_loss_have_made_a_huge_first_gradient(inputs, output, cause):
-    """By its weight's gradient over its bias's the first layer is given these inputs; the last bias has the loss's."""
+    """The ratio of weight and bias gradients is the size of a layer's inputs; the last bias has the loss's gradient."""
     grads = {
         "0.weight": np.full((4, 4), 1e5 * inputs),
         "0.bias": np.full(4, 1e5),
         "1.weight": np.ones((4, 4)),
         "1.bias": np.array([output]),
     }
-    # 30 times as large by each update
+    # each update grows the weights 30 times
     samples = [
         sample_of(grads, step=step, parameters={name: 30.0**step * np.ones_like(g) for name, g in grads.items()})
         for step in range(1, 4)
@@ -179,12 +179,12 @@ def test_weights_without_a_bias_are_too_small_where_their_norm_is(size, is_told)
     ("leaps_to", "scatter", "rival"),
     [
         (4.0, 1.0, "too large an update of scale"),
-        (4.0, 5.0, "too large an update of scale"),  # 10 times all lately, however much they scatter
+        (4.0, 5.0, "too large an update of scale"),  # 10 times all recent changes, whatever their scatter
         (1.2, 1.0, "the data has changed"),
     ],
 )
 def test_a_spike_just_after_one_parameter_has_leapt_may_be_that_updates(leaps_to, scatter, rival):
-    """A temperature, of a norm of 1 beside 100: the norm of all of them has changed by less than a thousandth."""
+    """A temperature of norm 1 beside parameters of norm 100: the total norm changes by less than a thousandth."""
     samples = []
     for step in range(1, 21):
         scale = leaps_to if step == 20 else 1.0 + 0.1 * (step % 2)
@@ -197,18 +197,18 @@ def test_a_spike_just_after_one_parameter_has_leapt_may_be_that_updates(leaps_to
 
 @pytest.mark.parametrize(("num_ranks", "is_named"), [(1, True), (2, False)])
 def test_one_ranks_finite_loss_does_not_clear_the_batches_of_the_others(num_ranks, is_named):
-    """Gradients that are averaged over ranks are NaN on all of them, whichever one's batch was."""
+    """Gradients that are averaged over ranks are NaN on all ranks, whichever rank had the bad batch."""
     bad = {"0.weight": np.full(4, np.nan), "1.weight": np.full(4, np.nan)}
     good = {name: np.ones(4) for name in bad}
     samples = together([*[sample_of(good, step=step) for step in range(1, 6)], sample_of(bad, step=6)])
     found = diagnose(replace(samples, metrics={keys.LOSS: np.ones(6)}), num_ranks=num_ranks)
     assert [diagnosis.cause for diagnosis in found if diagnosis.cause == INVALID] == [INVALID] * is_named
-    assert found  # otherwise the loss or its inputs
+    assert found
 
 
 @pytest.mark.parametrize(("size", "is_told"), [(1e-6, False), (1.0, True)])
 def test_a_gradient_that_is_large_beside_small_parameters_alone_has_not_grown(size, is_told):
-    """The last bias has nearly all of the norm; and the same with a first layer's that is 1e5 times as large."""
+    """The last bias has nearly all of the norm; then also with a first layer's gradient that is 1e5 times larger."""
     first = 1e5 if is_told else 0.05
     grads = {"0.weight": np.full((4, 4), first), "0.bias": np.full(4, first), "1.bias": np.array([0.5])}
     samples = [
@@ -219,12 +219,12 @@ def test_a_gradient_that_is_large_beside_small_parameters_alone_has_not_grown(si
 
 
 @pytest.mark.parametrize(
-    ("dead", "cause", "rivals"),  # the rival where each step was measured, and where each twentieth was
+    ("dead", "cause", "rivals"),  # rivals: at every step sampled, and at every 20th
     [
-        ([10, 12, 14, 16, 18, 19, 19], "a learning rate that is too high", ("a large scale",) * 2),  # of 20, one by one
+        ([10, 12, 14, 16, 18, 19, 19], "a learning rate that is too high", ("a large scale",) * 2),  # one by one
         ([10, 10, 10, 19, 19, 19, 19], "dead units", ("", "a learning rate")),  # at once: a bias, a mask, other data
         ([19, 19, 19, 19, 19, 19, 19], "dead units", ("", "")),  # from the start
-        ([10, 10, 11, 11, 12, 12, 12], "dead units", ("", "")),  # as half of an ordinary layer
+        ([10, 10, 11, 11, 12, 12, 12], "dead units", ("", "")),  # like half of an ordinary layer
     ],
 )
 def test_units_that_die_one_by_one_are_killed_by_updates(dead, cause, rivals):
@@ -271,11 +271,11 @@ def test_a_weight_of_a_file_that_is_not_finite_may_have_been_loaded():
     ("change", "grad", "told"),
     [
         ((0.0, 1e-3), 1e-2, "a learning rate of 0 in the group of these parameters"),
-        ((0.0, 1e-3), 1e-9, None),  # so small a gradient changes no bit of a weight of 1
+        ((0.0, 1e-3), 1e-9, None),  # so small a gradient does not change a weight of 1
         ((1e-3, 1e-3), 1e-2, None),
-        ((1e-9, 1e-9), 1e-2, "the optimizer's eps"),  # where SGD makes 1e-4 of it, and Adam more
+        ((1e-9, 1e-9), 1e-2, "the optimizer's eps"),  # SGD makes updates of 1e-4 of it, Adam larger ones
         ((1e-9, 1e-3), 1e-2, None),
-        ((0.0, 1e-3), 2.0**-7, None),  # a bfloat16: rounding may undo each update of such a weight
+        ((0.0, 1e-3), 2.0**-7, None),  # for bfloat16 weights, rounding may undo each update
     ],
 )
 def test_updates_that_do_not_arrive_are_told_of_one_parameter_and_of_all(change, grad, told):
@@ -294,7 +294,7 @@ def test_updates_that_do_not_arrive_are_told_of_one_parameter_and_of_all(change,
 
 def test_what_does_not_change_over_many_steps_need_not_be_seen_in_as_many_samples():
     weights = [{"a": np.ones(9), "b": np.full(9, 1 + 1e-2 * step)} for step in range(5)]
-    grads = {name: np.full(9, 0.3) for name in "ab"}  # of no half precision
+    grads = {name: np.full(9, 0.3) for name in "ab"}  # not representable in half precision
     samples = [sample_of(grads, step=1 + 20 * place, parameters=one) for place, one in enumerate(weights)]
     seen = replace(together(samples), metrics={keys.LEARNING_RATE: np.full(5, 1e-2)})
     assert [alert.step for alert in UnchangedParameters().check(seen)] == [61, 81]

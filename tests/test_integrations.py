@@ -39,7 +39,7 @@ except ImportError as error:
 
 
 def test_pytorch_lightning_alone_is_enough(tmp_path: Path) -> None:
-    """A training and its resume, in a process where `lightning` cannot be imported."""
+    """Train and resume in a process in which `lightning` cannot be imported."""
     pytest.importorskip("pytorch_lightning")
     done = script(ROOT / "tests/oldest_frameworks.py", "pytorch_lightning", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def test_pytorch_lightning_alone_is_enough(tmp_path: Path) -> None:
 
 
 def test_the_rules_are_those_that_watch_takes() -> None:
-    """A trainable layer that is never used is an alert, a frozen one is not, and metrics bring rules of their own."""
+    """A trainable layer that is never used raises an alert, a frozen one does not; metrics bring their own rules."""
     import torch
     from torch import nn
 
@@ -81,7 +81,7 @@ def test_the_rules_are_those_that_watch_takes() -> None:
         lambda: watchers[0].remove(),
         other,
     )
-    texts = dict(ours)  # of this odd training other rules have something to say, too
+    texts = dict(ours)  # other rules alert for this unusual training, too
     assert texts.keys() >= {"Non-finite activation", "No gradient"}
     assert "unused.weight" in texts["No gradient"]
     assert "frozen" not in texts["No gradient"].split("Probable cause")[0]
@@ -89,7 +89,7 @@ def test_the_rules_are_those_that_watch_takes() -> None:
 
 
 def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
-    """A layer that is unused for the 100th time in the last update, whose sample is open until the end."""
+    """A layer is unused for the 100th time in the last update, whose sample stays open until the end."""
     import torch
     from torch import nn
 
@@ -101,7 +101,7 @@ def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixtu
     optimizers[0].add_param_group({"params": model["unused"].parameters()})
     session = Session("Ours", {}, reserved=())
     session.begin(model, sinks=[memory], sample_every=1)
-    for number in range(100):  # in turn, as a GAN's: a sample is open until the next backward
+    for number in range(100):  # optimizers in turn, as in a GAN: a sample stays open until the next backward
         name = ("a", "b")[number % 2]
         model[name](torch.ones(1, 1)).sum().backward()
         optimizers[number % 2].step()

@@ -27,7 +27,7 @@ from wandb_gradwatch.metrics import Activations, Metric, Updates
 
 
 class PreemptedError(Exception):
-    """As clusters announce it: by a signal, whose handler raises."""
+    """Raised by a signal handler, like handlers for preemption on clusters."""
 
 
 def handle(*_: object) -> None:
@@ -50,7 +50,7 @@ HANDLERS = {
 
 
 class Once:
-    """Sends the signal at its second call."""
+    """Send the signal at the second call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -155,7 +155,7 @@ def test_ctrl_c_leaves_autograd_the_collector_and_the_watcher_as_they_were(
 
 
 def interrupted_at_call(number: int, run: Callable[[], object]) -> bool:
-    """Run it, with Ctrl-C at that one of the package's calls; False if there are fewer calls."""
+    """Run a function with Ctrl-C at the n-th call in the package; return False if there are fewer calls."""
     calls = 0
 
     def count(frame: FrameType, event: str, _: object) -> None:

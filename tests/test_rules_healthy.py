@@ -1,4 +1,4 @@
-"""What healthy trainings have shown, in the smallest samples that have it: no rule takes it for a fault."""
+"""Observations from healthy trainings, in the smallest samples that show them: no rule reports a fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wandb_gradwatch.snapshot import Snapshot
 
 
 def levels(check: Rule, snapshot: Snapshot) -> list[tuple[int, str]]:
-    """The step and the level of what is told, INFO left out: only the others alarm anybody."""
+    """Return the step and the level of each alert, without INFO, which is no alarm."""
     return [(alert.step, alert.level) for alert in check.check(snapshot) if alert.level != "INFO"]
 
 
@@ -31,7 +31,7 @@ def test_an_output_that_the_loss_does_without_for_some_samples_is_not_dead(
 ) -> None:
     """The clipped value loss of PPO has exactly no gradient where all values of a batch are beyond the clip.
 
-    Of units that died the layer after them shows it: its inputs are 0, and its bias has a gradient.
+    Dead units differ: the inputs of the next layer are 0, but its bias has a gradient.
     """
     samples = [
         sample_of(branches(critic=float(s <= 30), inputs=inputs if s > 30 else 1.0), step=s) for s in range(1, 34)
@@ -47,7 +47,7 @@ def test_a_branch_that_is_not_asked_for_any_more_is_told_once_that_is_no_chance(
 
 @pytest.mark.parametrize(("lost", "told"), [("c", []), ("a", [23])])
 def test_an_expert_that_is_idle_for_a_while_is_not_lost(lost: str, told: list[int]) -> None:
-    """Of a mixture with a load-balancing loss: idle from step 19 on for 21 samples. What is cut off is told at once."""
+    """An expert with a load-balancing loss may be idle for 21 samples from step 19 on; a first layer may not."""
     samples = [
         sample_of({n: None if n == lost and 18 < s < 40 else [1.0] for n in "abcd"}, step=s) for s in range(1, 60)
     ]
@@ -59,7 +59,7 @@ def test_an_expert_that_is_idle_for_a_while_is_not_lost(lost: str, told: list[in
 
 @pytest.mark.parametrize(("recovers", "told"), [(True, []), (False, [10, 11, 12])])
 def test_a_fall_over_the_depth_that_is_getting_less_was_the_first_steps(recovers: bool, told: list[int]) -> None:
-    """A decoder that has to learn its biases before it looks at the code: from 13,000x to 1,900x within ten steps."""
+    """A decoder that learns its biases before it uses the code: from 13,000x to 1,900x within ten steps."""
     stack = [
         {f"{n}": np.full(9, 10.0 ** (n * (0.55 if s < 6 or not recovers else 0.42))) for n in range(9)}
         for s in range(1, 13)
@@ -75,12 +75,12 @@ def test_a_fall_over_the_depth_that_is_getting_less_was_the_first_steps(recovers
 def test_a_new_level_of_less_than_four_times_the_record_that_moves_nothing_is_no_alarm(
     level: float, told: list[tuple[int, str]]
 ) -> None:
-    """A target network that is copied anew: the gradient is 2.1 times the record, 7 times the usual, for some steps."""
+    """After a copy to the target network the gradient is 2.1 times the record, 7 times the usual, for some steps."""
     assert levels(ExplodingGradient(), of_norms([*[1.0] * 29, 2.0, *[level] * 5])) == told
 
 
 def test_a_spike_that_is_still_coming_down_has_not_stayed() -> None:
-    """A batch of a diffusion model that is weighted with 1 / t: 56 times the record, then 2.5 times, then the usual."""
+    """A diffusion model's loss is weighted with 1 / t: one batch has 56 times the record, the next 2.5 times."""
     assert levels(ExplodingGradient(), of_norms([*[1.0] * 30, 56.0, 5.5, 1.0])) == []
     assert levels(ExplodingGradient(), of_norms([*[1.0] * 30, 56.0, 30.0])) == [(31, "WARN")]
 
@@ -89,7 +89,7 @@ def test_a_spike_that_is_still_coming_down_has_not_stayed() -> None:
 def test_where_every_first_update_moves_the_parameters_the_one_after_a_spike_says_nothing(
     begins: int, told: list[tuple[int, str]]
 ) -> None:
-    """RMSprop with momentum: a tenth per update, from the first one on, or from the one before the spike on."""
+    """RMSprop with momentum moves a tenth per update, from the first update on, or from the one before the spike on."""
     norms, weight, samples = [1.0] * 6 + [6.0, 1.0], 3.0, []
     for step, norm in enumerate(norms, 1):
         weight *= 1.1 if step > begins else 1.0
@@ -98,7 +98,7 @@ def test_where_every_first_update_moves_the_parameters_the_one_after_a_spike_say
 
 
 def test_one_sample_is_no_history_unless_the_updates_have_moved_the_parameters() -> None:
-    """MoCo's queue holds random vectors at first, and keys from step 2 on: 35 times the norm, and falling at once."""
+    """MoCo's queue holds random vectors at first and keys from step 2 on: 35 times the norm, falling at once."""
     assert levels(ExplodingGradient(), of_norms([0.43, 15.0, 13.0, 11.0, 9.0, 5.7, 5.0])) == []
     weights = [3.0, 4.0]  # by a third
     samples = [

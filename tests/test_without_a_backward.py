@@ -164,7 +164,7 @@ def test_some_by_hand_and_some_by_a_backward():
 
 
 def test_what_was_there_before_watch_and_what_zero_grad_left_is_none():
-    """What watch() finds may have been clipped; zeros that nothing has made are leftovers."""
+    """Gradients that exist before watch() may be clipped already; zeros among them are left over from zero_grad()."""
     model = Chosen(a=2, b=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model.loss(**VALUES).backward()
@@ -239,7 +239,7 @@ def test_a_frozen_parameter_made_in_inference_mode_is_none_of_the_steps_business
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_what_replaces_the_gradients_of_several_backwards_is_the_gradient(to_none, limit, scaled, sample_every):
-    """PCGrad: each task's gradient without its part against the other's, and then their sum."""
+    """Return PCGrad's gradient: the sum of the tasks' gradients without the component against the other task."""
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
