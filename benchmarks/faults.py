@@ -137,9 +137,6 @@ def counted(rows: list[dict[str, Any]], steps: int) -> tuple[Tally, Tally]:
     return ours, users
 
 
-# ---- the server
-
-
 def server_in_trouble(trouble: Trouble | None, limit: int, steps: int) -> Outcome:
     """Let every second request fail at the beginning, in the middle and at the end of the training."""
     with (
@@ -168,9 +165,6 @@ def server_gone(steps: int) -> Outcome:
             file = Path(run.settings.sync_file)
         ours, users = counted(history_rows(file), steps)
     return Outcome("server is gone", speed, 1, ours, users, messages.count)
-
-
-# ---- this process
 
 
 def offline(scenario: str, steps: int, faults: int, **how: Any) -> Outcome:
@@ -221,9 +215,6 @@ def clock_jumps(steps: int) -> Outcome:
     with mock.patch.object(time, "time", jumping):
         seen = offline("clock jumps by a day", steps, 0)
     return replace(seen, faults=next(calls))
-
-
-# ---- processes that end
 
 
 _PROGRAM = """

@@ -341,9 +341,6 @@ def _pass_ms(bench: Bench) -> float:
     return statistics.median(taken) * 1e3
 
 
-# ---- what is sent, read and held
-
-
 def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
     """Run a few steps in a separate run; its file afterwards holds what W&B would receive."""
     steps = _TRAFFIC_STEPS

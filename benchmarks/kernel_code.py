@@ -126,9 +126,6 @@ def _num_bytes(loop: list[str]) -> int:
     return sum(widths.get(name.split(".")[-1], 4) for name in loop if name.startswith("LDG"))
 
 
-# ---- counting in shared memory
-
-
 def passes_of_atomics(values: np.ndarray[Any, np.dtype[np.float32]]) -> float:
     """Return the mean number of passes of a warp's atomics over shared memory: the accesses to its busiest bank.
 
@@ -147,9 +144,6 @@ def passes() -> dict[str, float]:
     normal = np.random.default_rng(0).standard_normal((4000, 32)).astype(np.float32)
     mostly_zero = np.where(np.random.default_rng(1).random(normal.shape) < 0.9, np.float32(0), normal)
     return {"normal": passes_of_atomics(normal), "nine of ten 0": passes_of_atomics(mostly_zero)}
-
-
-# ---- the host
 
 
 def host_work() -> dict[str, float]:

@@ -73,9 +73,6 @@ class Outcome:
     loss: int | None
 
 
-# ---- the trainings
-
-
 def quiet_features(seed: int, is_faulty: bool) -> tuple[nn.Module, ModuleProbe, Step]:
     """Most of the features are silent for 3,000 steps, then twice as large: Adam's second moment has decayed."""
     torch.manual_seed(seed)
@@ -204,9 +201,6 @@ CASES: Final = (
     Case("a kind of tokens that is absent for 300 steps", DeadExperts.title, absent_domain, 800, 400),
     Case("gradients that become noisier", f"noise scale, {_NOISIER:.0f} times", noisier_gradients, 500, 200),
 )
-
-
-# ---- what is measured
 
 
 def run(case: Case, seed: int, *, is_faulty: bool) -> Outcome:

@@ -123,9 +123,6 @@ def _bytes_written() -> int:
     return int(line.split()[1])
 
 
-# ---- thousands of ranks, computed from measured pieces
-
-
 def measured_tree(world: int) -> dict[str, Any]:
     """Run this module with that many ranks in a new interpreter, because the ranks are forked."""
     command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", str(world)]

@@ -118,8 +118,6 @@ class LoopbackServer:
         self._server = _QuietServer(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
-    # ---- for tests
-
     def __enter__(self) -> LoopbackServer:
         self._thread.start()
         return self
@@ -181,8 +179,6 @@ class LoopbackServer:
             "tags": [],
             "wandbConfig": json.dumps({"t": 1}),
         }
-
-    # ---- for the handler
 
     def trouble_for(self, operation: str) -> Trouble | None:
         with self._lock:

@@ -154,8 +154,6 @@ def a_reference_that_is_made_too_late(rank: int, world: int):
     return "nothing"
 
 
-# ---- metrics of a sharded training and of the same on one process
-
 OPTIMIZED = {
     "adamw": lambda model: (torch.optim.AdamW(model.parameters(), lr=1e-2), [OptimizerState()]),
     "noise": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2), [NoiseScale()]),
@@ -187,9 +185,6 @@ def _optimized(model: nn.Module, kind: str, ranks: Sequence[int], micros: int) -
     return values(watcher, sink)
 
 
-# ---- what flows through sharded modules
-
-
 class Mixture(nn.Module):
     """A model with attention and a router."""
 
@@ -215,8 +210,6 @@ def forwards(rank: int, world: int, *, sharded: bool = True, steps: int = 3):
     batches = [torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
     return seen(model, probes_of_all, batches, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
 
-
-# ---- the spectrum of a sharded matrix
 
 SPECTRUM_STEPS = 16
 
@@ -264,9 +257,6 @@ def spectrum(rank: int, world: int, *, mesh: Sequence[int] = (), cut: int = 0, f
         watcher.flush()
     metrics = {key: of for key, of in values(watcher, sink).items() if key.endswith(("_value", "_rank"))}
     return {"metrics": metrics, "said": said}
-
-
-# ---- ranks side by side
 
 
 def side_by_side(

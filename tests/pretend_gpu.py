@@ -289,8 +289,6 @@ def _on_its_way(source: Tensor) -> Tensor:
     return _copy(target, source, non_blocking=True)
 
 
-# ---- replacements of torch's functions
-
 _TENSOR: Final[dict[str, Any]] = {name: getattr(Tensor, name) for name in ("to", "copy_", "cuda", "pin_memory")}
 _FACTORIES: Final = [
     "empty",

@@ -260,8 +260,6 @@ class Launch:
             raise PtxError(f"not all threads of a program reach the barrier: {text}")
         self._shared.barrier(waiting)
 
-    # ---- operands
-
     def _read(self, operand: str, kind: str, active: Array) -> Array:
         """Return an operand as this type: [active threads]."""
         number = int(active.sum())
@@ -312,8 +310,6 @@ class Launch:
         base = base.strip()
         size = self._registers[base].itemsize if base in self._registers else 8
         return self._read(base, f"u{8 * size}", active).astype(np.int64) + int(offset or "0", 0)
-
-    # ---- instructions
 
     def _execute(self, instruction: Instruction, active: Array) -> None:
         _, name, operands, text = instruction

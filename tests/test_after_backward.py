@@ -106,9 +106,6 @@ def test_the_guard_leaves_out_what_became_nan_after_the_backward(breaks, sample_
     watcher.remove()
 
 
-# ---- hooks of others before the step
-
-
 def clip_to_one_half(optimizer, *_):
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     torch.nn.utils.clip_grad_norm_(parameters, 0.5)

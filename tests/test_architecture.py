@@ -252,9 +252,6 @@ def test_the_optional_packages_are_those_of_pyproject() -> None:
     assert {modules.get(name, name.replace("-", "_")) for name in distributions} <= OPTIONAL
 
 
-# ---- proofs that the checks above can fail
-
-
 BAD_SOURCES = parse_sources(
     {
         f"{PACKAGE}/__init__.py": "from ._watch import watch",

@@ -65,8 +65,6 @@ def test_a_plan_never_comes_early_and_keeps_to_round_steps():
     assert Plan(every=3001).next_sample(40) == 3500
 
 
-# ---- a training with a clock of its own
-
 STEP = 0.1  # seconds of a step without the monitor
 
 
@@ -236,9 +234,6 @@ def test_what_counting_steps_takes_is_part_of_the_budget_and_no_cost_of_a_sample
     assert len(seen.sampled) >= least
 
 
-# ---- ranks
-
-
 def test_two_ranks_of_unequal_speed_sample_the_same_steps():
     # A sample costs one step's time on rank 0, and two on rank 1.
     store = torch.distributed.HashStore()
@@ -286,9 +281,6 @@ def test_a_replica_goes_on_alone_where_rank_0_does_not_watch():
     plans = RankPlans(torch.distributed.HashStore(), leads=False)
     assert plans.exchange(Plan(7), must_agree=False) is None
     assert plans.exchange(Plan(8), must_agree=False) == Plan(8)
-
-
-# ---- in a training
 
 
 def trained(steps, **options):

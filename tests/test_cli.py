@@ -49,9 +49,6 @@ def run(*arguments: str, **settings: Any) -> Result:
     return CliRunner().invoke(cli.main, arguments, prog_name=cli.PROGRAM, catch_exceptions=False, **settings)
 
 
-# ---- usage
-
-
 def test_help_lists_every_command() -> None:
     result = run("--help")
     assert result.exit_code == 0
@@ -114,9 +111,6 @@ def test_a_target_is_a_path_or_the_address_of_its_page(text: str, target: tuple[
     assert cli.main.commands["report"].make_context("report", [text]).params["target"] == target
 
 
-# ---- errors
-
-
 def test_a_user_error_is_one_line_and_status_1(tmp_path: Path) -> None:
     missing = tmp_path / "no-such-run"
     result = run("view", str(missing))
@@ -153,9 +147,6 @@ def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
     result = subprocess.run(program, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=600)
     os.close(writer)
     assert result.stderr == ""
-
-
-# ---- view
 
 
 @pytest.fixture
@@ -301,9 +292,6 @@ def test_view_open_says_where_the_page_is_when_no_browser_starts(
     assert opened or asked[0] in printed
 
 
-# ---- report, workspace
-
-
 @pytest.mark.parametrize(
     ("arguments", "called"),
     [
@@ -337,9 +325,6 @@ def test_report_and_workspace_print_the_url(
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {"url": "https://host.example/made"}
     assert calls == [called, called]
-
-
-# ---- doctor
 
 
 def test_doctor_as_json_names_every_requirement() -> None:
@@ -515,9 +500,6 @@ def test_the_advice_follows_the_measurement(ratio: float, spread: float, advice:
 def test_a_problem_and_its_advice_are_printed_together(capsys: pytest.CaptureFixture[str]) -> None:
     doctor._say_checks([Check("torch", "1.0", "problem", "upgrade it"), Check("numpy", "2.0")])
     assert capsys.readouterr().out.splitlines() == ["  ✗ torch  1.0", "           upgrade it", "  ✓ numpy  2.0"]
-
-
-# ---- what is printed
 
 
 @pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])

@@ -154,8 +154,6 @@ def test_rows_without_such_steps_have_no_changed_ratio():
     assert "gradwatch/changed_ratio" not in HistoryRow.of(trained(CLIPPINGS["of the model"])).scalars()
 
 
-# ---- a change of unit
-
 TOKENS = [3, 17, 8, 30]
 
 
@@ -275,9 +273,6 @@ def test_a_function_that_no_longer_answers_ends_the_watching_in_words(options, w
     assert "Traceback" not in caplog.text
 
 
-# ---- master weights
-
-
 def master_step(model: Chosen, masters: list[Tensor], optimizer: torch.optim.Optimizer, **how: float | None) -> None:
     """Train one step of a half-precision model with float32 master weights; `how`: the loss scale and the limit."""
     scale, limit = how.get("scale") or 1.0, how.get("limit")
@@ -350,9 +345,6 @@ def test_gradients_that_are_none_once_the_masters_have_them_are_there():
     assert not sink.alerts
 
 
-# ---- no optimizer
-
-
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.4711])
 def test_clipping_is_seen_in_a_loop_without_an_optimizer(limit, set_to_none):
@@ -389,9 +381,6 @@ def test_clipping_by_hand_is_seen_where_the_user_says_when_a_step_is_made():
     assert snapshot.clip_ratio == 1
 
 
-# ---- torch's clipping functions
-
-
 def test_the_functions_of_torch_are_as_they_were_when_nothing_is_watched():
     modules = (nn.utils, nn.utils.clip_grad)
     names = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "_clip_grads_with_norm_")
@@ -414,9 +403,6 @@ def test_gradients_that_are_clipped_twice_are_measured_before_the_first_time():
     assert snapshot.total_grad_norm == pytest.approx([norm(number) for number in range(1, 5)])
     assert snapshot.total_grad_norm_clipped == pytest.approx([1] * 4, rel=1e-5)
     assert snapshot.clip_ratio == 1
-
-
-# ---- the classification of a change
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,6 @@ def row(**columns: float) -> np.ndarray:
     return result
 
 
-# ---- merging
-
-
 def test_every_column_merges_in_exactly_one_way() -> None:
     assert sorted(SUM_COLUMNS + MIN_COLUMNS + MAX_COLUMNS) == list(Column)
 
@@ -76,9 +73,6 @@ def test_merging_keeps_the_other_dimensions() -> None:
         merged = merge_rows(rows, axis=axis)
         assert merged.shape == (*shape, NUM_COLUMNS)
         assert (merged[..., Column.NUM_ELEMENTS] == rows.shape[axis]).all()
-
-
-# ---- bins
 
 
 def test_the_edges_are_the_documented_ones() -> None:

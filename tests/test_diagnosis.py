@@ -370,9 +370,6 @@ def test_the_remedy_for_float16_underflow_names_the_loss_scale_that_still_fits()
     assert "a larger loss scale (up to 2^30 the largest gradient seen still fits)" in found.remedy
 
 
-# ---- through watch()
-
-
 def test_a_loss_scale_that_float16_cannot_hold_is_named_first():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))

@@ -46,9 +46,6 @@ def assert_complete(rows: list[dict[str, Any]]) -> None:
     assert {row["gradwatch/grad_norm"] for row in ours} == {5.0}  # 9 + 16 = 25
 
 
-# ---- the server
-
-
 @pytest.mark.parametrize("trouble", ["500", "drop", "hang"])
 def test_no_row_is_lost_or_doubled_by_a_server_in_trouble(
     start_run: Any, loopback: Any, said: Any, trouble: Any
@@ -106,9 +103,6 @@ def test_a_server_that_is_gone_costs_nothing_but_the_upload(start_run: Any, said
     run.finish()
     assert_complete(history(run))
     assert said() == []
-
-
-# ---- the disk, and the end of the process
 
 
 _SCRIPT = """
@@ -236,9 +230,6 @@ def test_workers_of_a_data_loader_neither_log_nor_hang(start_run: Any, loopback:
     assert_complete(loopback.runs[run.id].history)
 
 
-# ---- the clock
-
-
 def test_a_clock_that_jumps_moves_no_number(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
     now = time.time
     calls = iter(range(1_000_000))
@@ -255,9 +246,6 @@ def test_a_clock_that_jumps_moves_no_number(monkeypatch: pytest.MonkeyPatch, sai
     assert all(0 <= snapshot.overhead_ratio <= 1 for snapshot in memory.snapshots)
     assert [(alert.title, alert.step) for alert in memory.alerts] == [("Inf gradient", 31)]
     assert said() == []
-
-
-# ---- callbacks of the user
 
 
 class Broken(wandb_gradwatch.Sink):

@@ -101,9 +101,6 @@ def test_what_ranks_could_not_agree_on_is_refused(results):
         assert "was given a function" in function
 
 
-# ---- steps that are run again
-
-
 @pytest.fixture(scope="module")
 def replays():
     """Return both ranks' results by kind of parallelism, with and without a guard."""

@@ -19,8 +19,6 @@ from wandb_gradwatch.sinks import MemorySink
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-# ---- numbers
-
 
 def test_metrics_agree_with_float64_in_the_usual_train_step() -> None:
     model = small_model()
@@ -103,9 +101,6 @@ def test_a_scaled_gradient_is_shown_unscaled(unscale: bool, given: bool) -> None
     assert norms == approx(expected.norms)
 
 
-# ---- beginnings and ends
-
-
 def test_an_exception_leaves_the_engine_and_nothing_is_kept() -> None:
     def broken_run() -> tuple[Any, Any]:
         model = small_model()
@@ -171,9 +166,6 @@ def test_a_checkpoint_carries_the_step_and_what_is_usual() -> None:
 def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         GradWatch(small_model(), **arguments)
-
-
-# ---- W&B
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

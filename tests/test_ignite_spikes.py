@@ -33,9 +33,6 @@ from wandb_gradwatch.sinks import MemorySink
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-# ---- the bad batch
-
-
 WITHOUT = torch.cat([batches(NUM_BATCHES)[:BAD], batches(NUM_BATCHES)[BAD + 1 :]])
 
 
@@ -250,9 +247,6 @@ def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.Lo
     assert seen[4:] == approx(expected.norms[4:])
 
 
-# ---- the limits
-
-
 def flags_of(norms: list[float], **limits: Any) -> list[bool]:
     """Return which of these gradient norms are flagged, with a model of one element."""
     model = nn.Linear(1, 1, bias=False)
@@ -325,8 +319,6 @@ def test_limits_that_make_no_sense(limits: dict[str, Any], message: str) -> None
     with pytest.raises(ValueError, match=message):
         GradWatch(small_model(), **limits)
 
-
-# ---- two ranks
 
 WORKER = """
 import json, os, sys

@@ -46,9 +46,6 @@ def test_pytorch_lightning_alone_is_enough(tmp_path: Path) -> None:
     assert done.stdout.strip().startswith("watches with pytorch_lightning ")
 
 
-# ---- rules
-
-
 def test_the_rules_are_those_that_watch_takes() -> None:
     """A trainable layer that is never used raises an alert, a frozen one does not; metrics bring their own rules."""
     import torch
@@ -110,9 +107,6 @@ def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixtu
     session.end()
     assert [(alert.title, alert.step) for alert in memory.alerts] == [("No gradient", 100)]
     assert "raised and is dropped" not in caplog.text
-
-
-# ---- versions
 
 
 def test_the_documentation_names_the_floors_and_the_newest_versions_that_are_tested() -> None:

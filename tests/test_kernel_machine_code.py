@@ -43,9 +43,6 @@ CHUNK = 8192  # shorter than in production, as the emulator takes its time; the 
 TOLERANCE = (1 + 4 + CHUNK / (16 * cuda_launch.LANES)) * 2.0**-24
 
 
-# ---- what they take
-
-
 # The most registers of a thread, and instructions per element (None: not asked). A core of a GPU has 65536 registers,
 # a program 128 threads: with 64 registers 8 programs run at once, with 72 seven, with 128 four. A core of an H100
 # executes 128 instructions per cycle and gets 18.6 bytes from memory meanwhile (4.3 TB/s, 132 cores, 1.755 GHz): that
@@ -97,9 +94,6 @@ def test_few_variants_are_compiled_and_those_of_the_first_sample_first() -> None
     first += ["measure_carefully histogram", "fold"]
     then = ["measure_chunks bfloat16", "measure_carefully", "measure_chunks bfloat16 scaled histogram"]
     assert [variant(compiled) for compiled in made] == first + then
-
-
-# ---- what they compute
 
 
 @pytest.fixture
@@ -230,9 +224,6 @@ def test_a_barrier_that_is_not_there_is_missed(
         assert_emulated(memory, gradients_of(torch.float32), parameters=False, **kwargs)
 
 
-# ---- where compiling is not easy
-
-
 def test_a_warning_of_tritons_is_no_failure_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
 
@@ -294,9 +285,6 @@ def test_without_a_compiler_or_the_headers_of_python_torch_measures_and_it_is_sa
     assert measurement.rows[0, Column.GRAD_SUM] == 3
 
 
-# ---- several ranks
-
-
 COMPILE_AS_A_RANK = """
 import sys
 import torch
@@ -335,9 +323,6 @@ def test_of_two_ranks_one_compiles_a_variant_and_the_other_finds_it(tmp_path: Pa
     # The careful kernel with a histogram and without one, and the fold.
     assert [has for _, has in counts] == [3, 3]
     assert sum(made for made, _ in counts) == 3
-
-
-# ---- what a sample costs the host
 
 
 def test_a_sample_is_four_launches_and_no_more_calls_for_more_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

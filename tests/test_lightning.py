@@ -21,9 +21,6 @@ pytestmark = [
 ]
 
 
-# ---- numbers
-
-
 @pytest.mark.parametrize(
     ("accumulate", "more"),
     [
@@ -154,9 +151,6 @@ def test_the_loss_is_that_of_the_training_step_averaged_over_micro_batches(accum
     losses = [loss_of(module.net.double(), batch.double()).item() for batch in batches(6)]  # the model stays as it is
     expected = [sum(losses[i : i + accumulate]) / accumulate for i in range(0, 6, accumulate)]
     assert sink.merged().metrics["gradwatch/loss"].tolist() == approx(expected)
-
-
-# ---- several optimizers
 
 
 class Gan(pl.LightningModule):

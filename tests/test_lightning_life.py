@@ -25,9 +25,6 @@ pytestmark = [
 ]
 
 
-# ---- what may go wrong
-
-
 def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.LogCaptureFixture) -> None:
     class Thaws(Regression):
         def __init__(self) -> None:
@@ -182,9 +179,6 @@ def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Ex
         GradWatchCallback(**arguments)
 
 
-# ---- subclasses
-
-
 class MaxNorm(GradWatchCallback):
     """Log the largest norm of the epoch, and a number of the user."""
 
@@ -231,9 +225,6 @@ def test_an_error_in_a_subclass_is_the_users() -> None:
         trainer_of(Broken()).fit(Regression(), loader(2))
 
 
-# ---- W&B
-
-
 def test_the_wandb_run_gets_our_rows_and_keeps_lightnings(start_run: Callable[..., Any]) -> None:
     run = start_run()
     notes, module = Notes(), Regression()
@@ -259,9 +250,6 @@ def test_0_steps_leaves_only_alerts_and_epochs_in_wandb(start_run: Callable[...,
     rows = history(run)
     assert [row for row in rows if "gradwatch/grad_norm" in row] == []
     assert len([row for row in rows if "train_epoch/grad_norm" in row]) == 1
-
-
-# ---- both packages, or none
 
 
 def test_pytorch_lightning_takes_the_same_callback() -> None:

@@ -203,9 +203,6 @@ def test_the_loss_scale_is_divided_out_of_what_backward_was_called_on() -> None:
     assert sink.merged().metrics[LOSS].tolist() == [3.0, 3.0]
 
 
-# ---- spikes, and what moved first
-
-
 def of_losses(losses: Sequence[float], norms: Sequence[float] | None = None) -> Snapshot:
     samples = of_norms([1.0] * len(losses) if norms is None else norms)
     return replace(samples, metrics={LOSS: np.asarray(losses, dtype=np.float64)})

@@ -220,9 +220,6 @@ def test_random_numbers_of_training_stay_as_they_were():
     assert all(torch.equal(with_noise[key], without[key]) for key in without)
 
 
-# ---- what does not work
-
-
 NO_PARAMETER = r"Metric\('x', on='\w+'\) with match='nope' matches no parameter; the first names are '0.weight'"
 NO_MODULE = r"match='nope' matches no module; the first names are 'root', '0'"
 

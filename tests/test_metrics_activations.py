@@ -425,9 +425,6 @@ def test_a_match_of_nothing_is_still_refused_where_nothing_is_handed_over():
         watch(nn.Sequential(nn.Linear(1, 1)), [metrics.Activations("gate")])
 
 
-# ---- inputs, gradients of outputs, modules by class
-
-
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()

@@ -267,9 +267,6 @@ def test_what_is_handed_over_is_looked_at_as_outputs_are(said):
     assert said() == []
 
 
-# ---- names that meet
-
-
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [

@@ -95,9 +95,6 @@ def test_others_say_what_they_have() -> None:
     }
 
 
-# ---- answers that are known
-
-
 def at_steady_state(moment: float, second: float, gradients: list[list[float]], sample_every: Any = 1) -> Any:
     """Go on from moments that have long been what they are: no bias is left to correct."""
     model = Chosen(a=len(gradients[0]))
@@ -137,9 +134,6 @@ def test_the_first_gradient_of_an_element_is_not_out_of_date() -> None:
     """A rare token's row of an embedding: sqrt(mean(1, 0)), where eps as its memory would say 7e7."""
     found, _ = measured(lambda p: torch.optim.Adam(p, lr=0.0), np.array([[1.0, 0.0], [1.0, 1.0]]))
     assert found[f"{KEY}/stale_ratio"][1] == pytest.approx(math.sqrt(0.5))
-
-
-# ---- the rule
 
 
 def trained(gradients: np.ndarray) -> Any:

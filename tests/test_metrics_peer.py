@@ -173,9 +173,6 @@ def test_the_same_refined_coordinate_check():
                 assert getattr(ours, quantity)[index, -1, place] == pytest.approx(size, rel=2e-4, abs=1e-7)
 
 
-# ---- what it gets wrong, right here
-
-
 def test_a_pattern_without_a_match_breaks_its_training_and_is_said_before_ours():
     model = nn.Linear(2, 2)
     monitor = peer_monitor(model)

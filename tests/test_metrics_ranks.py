@@ -189,9 +189,6 @@ def test_the_end_of_the_script_waits_for_no_rank_and_loses_no_row() -> None:
         assert np.isnan(compared[4:]).all()
 
 
-# ---- in one process
-
-
 def test_what_a_backward_waits_for_other_ranks_is_not_the_ranks_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for user in ("_ranks", "_module_probe"):
         monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.world_size", lambda: 2)

@@ -104,8 +104,6 @@ def test_what_makes_no_sense_is_said_at_once(make: Any, match: str) -> None:
         watch(nn.Linear(2, 2), [make()])
 
 
-# ---- on several ranks: uneven rows, replicas of shards, columns
-
 SHARDED = [("spectrum", {"mesh": [4]}), ("spectrum", {"mesh": [2, 2]}), ("spectrum", {"mesh": [2, 2], "cut": 1})]
 FSDP1 = ("spectrum", {"fsdp1": True})
 

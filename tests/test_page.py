@@ -89,9 +89,6 @@ def read_rows(*rows: dict[str, object], path: Path = Path("run-x.wandb")) -> Run
     return reading.history()
 
 
-# ---- reading
-
-
 def test_every_key_of_a_real_run_is_read_and_has_its_picture(history: RunHistory) -> None:
     assert set(keys.MODEL_KEYS) <= set(history.values)
     assert all(map(keys.is_ours, history.values))
@@ -385,9 +382,6 @@ def test_progress_counts_rows(run_directory: Path) -> None:
     assert seen == []  # 41 rows are fewer than the hundred after which it is called
 
 
-# ---- axes
-
-
 @pytest.mark.parametrize(
     ("steps", "values", "expected"),
     [
@@ -420,9 +414,6 @@ def test_axes_are_time_wandbs_own_step_and_counts_of_the_users() -> None:
             axis["label"] for axis in other_axes(replace(history, wandb_steps=OwnSeries(steps, np.array(placed))))
         ]
         assert ("W&B step" in labels) == is_told
-
-
-# ---- histograms
 
 
 def test_resampling_keeps_the_number_of_elements_and_their_place() -> None:
@@ -464,9 +455,6 @@ def test_the_collector_stays_bounded_and_even() -> None:
     steps = collector.series()[""]["a"].steps
     assert len(steps) <= 10
     assert set(np.diff(steps)) == {16}  # halved until 100 fit into 10: every 16th, from the first
-
-
-# ---- packing
 
 
 @given(st.lists(st.floats(1e-13, 1e13), min_size=1))
@@ -549,9 +537,6 @@ def test_a_thousand_layers_by_a_thousand_rows_stay_below_fifteen_megabytes() -> 
     assert len(page) < 15_000_000
 
 
-# ---- texts
-
-
 def test_a_hostile_text_cannot_leave_its_script_element() -> None:
     text = script_json({HOSTILE: [HOSTILE]})
     assert not set("<>&") & set(text)
@@ -614,9 +599,6 @@ def test_a_page_that_has_no_place_is_refused_and_leaves_nothing(name: str, probl
     with pytest.raises(OSError, match=f"{problem}.*; give the name of an HTML file"):
         write_page(small_history(), tmp_path / name)
     assert list(tmp_path.parent.glob("*.partial")) + list(tmp_path.iterdir()) == []
-
-
-# ---- what is vendored
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,6 @@ def colours(page: Any, selector: str) -> int:
     )
 
 
-# ---- drawn
-
-
 CARDS = ("norm", "layers", "lines", "histogram", "quantiles", "dead", "nonfinite", "scale", "spread", "overhead")
 
 
@@ -212,9 +209,6 @@ def test_a_loss_that_explodes_between_two_rows_is_seen_at_first_sight(show: Open
     assert page.locator("#own").bounding_box()["y"] < 450  # of the first 900 pixels
 
 
-# ---- for everybody
-
-
 def open_everything(page: Any) -> None:
     """Open what is folded, and wait until it is filled."""
     page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
@@ -264,9 +258,6 @@ def saved(page: Any, card: str, kind: str, tmp_path: Path) -> tuple[str, Path]:
 def table_of(path: Path) -> list[list[str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.reader(file))
-
-
-# ---- pointer and keyboard
 
 
 def hover(page: Any, selector: str, across: float, down: float) -> None:
@@ -751,9 +742,6 @@ def test_a_name_that_a_spreadsheet_would_compute_is_a_text_in_the_csv(show: Open
     assert """"'=HYPERLINK(""x"")",1,1""" in path.read_text(encoding="utf-8")
 
 
-# ---- other runs
-
-
 def test_hostile_names_stay_text(show: Opener) -> None:
     values = {f"{metric}/{HOSTILE}": np.array([1.0, 2.0]) for metric in ("grad_norm", "dead_ratio")}
     values |= {"gradwatch/grad_norm": np.ones(2), f"activation/{HOSTILE.replace('/', '')}/norm": np.array([1.0, 2.0])}
@@ -906,9 +894,6 @@ def test_series_of_single_models_and_of_the_cadence_are_drawn(show: Opener) -> N
         assert canvas.evaluate("node => node.width") > 300
 
 
-# ---- several runs
-
-
 def test_runs_side_by_side(show: Opener, history: RunHistory) -> None:
     values = {key: value[:30].copy() for key, value in history.values.items()}
     name = "blocks.1.mlp.fc.weight"
@@ -946,9 +931,6 @@ def test_lines_of_runs_with_different_steps_are_not_broken(show: Opener) -> None
     hover(page, "#strips .u-over", 0.3, 0.5)
     legend = page.locator("#strips .legend").first.inner_text().split("\n")
     assert legend[0] == "step 30"
-
-
-# ---- a run that goes on
 
 
 def beginning(history: RunHistory, num_rows: int) -> RunHistory:
@@ -1003,9 +985,6 @@ def test_a_page_follows_its_run_in_place(browser: Any, history: RunHistory) -> N
     finally:
         context.close()
         server.close()
-
-
-# ---- what watch(metrics=...) measured
 
 
 def line_labels(page: Any, card: str) -> list[str]:

@@ -59,9 +59,6 @@ def unlogged(panels: list[LinePanel], history: RunHistory) -> set[str]:
     return {key for panel in panels for key in panel.metrics}.difference(history.values) | patterns
 
 
-# ---- what the template names
-
-
 def test_a_real_run_logs_every_key_that_the_template_names(history: RunHistory) -> None:
     assert unlogged(PANELS, history) == set()
     assert keys.STEP in history.values
@@ -101,9 +98,6 @@ def test_every_section_says_what_healthy_looks_like_and_what_to_do() -> None:
     assert set(SECTIONS) < set(WORDS)
     assert all(words.healthy.endswith(".") and words.otherwise.endswith(".") for words in WORDS.values())
     assert len({words.title for words in WORDS.values()}) == len(WORDS)
-
-
-# ---- the objects, without any network
 
 
 def line_plots(blocks: list[Any]) -> list[Any]:
@@ -168,9 +162,6 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
         save_workspace("someone", "loopback")
 
 
-# ---- the preview
-
-
 def previewed(page: Path) -> Any:
     found = re.search(r'id="content">(.*?)</script>', page.read_text(encoding="utf-8"))
     return json.loads(found[1])["preview"]  # type: ignore[index]
@@ -222,9 +213,6 @@ def test_a_run_is_found_below_wandb_and_its_alerts_are_in_the_preview(
     assert result.stdout == (tmp_path / f"gradwatch-report-{run}.html").as_uri() + "\n"
     assert "ERROR: NaN gradient \\u00b7 step 265" in page
     assert run_on_disk("another", None) is None
-
-
-# ---- against a server
 
 
 class Views:

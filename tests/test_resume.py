@@ -65,9 +65,6 @@ def data() -> torch.Tensor:
     return made
 
 
-# ---- the frameworks: train from the beginning, or from the checkpoint in the folder; a killed one leaves a checkpoint
-
-
 def lightning(folder: Path, told: Told, *, killed: bool, resumed: bool) -> None:
     pl = pytest.importorskip("lightning.pytorch")
     if tuple(map(int, pl.__version__.split(".")[:2])) < (2, 5):
@@ -222,9 +219,6 @@ def test_a_resumed_training_says_what_one_that_ran_through_says(train: Callable[
     assert all(weights.isfinite().all() and weights.abs().max() < 10 for weights in after.weights)
 
 
-# ---- checkpoints that do not help
-
-
 def without(path: Path) -> None:
     path.unlink()
 
@@ -292,9 +286,6 @@ def test_a_state_that_does_not_fit_is_said_and_training_goes_on(caplog: pytest.L
     session.end()
     assert "its part of the checkpoint could not be read" in caplog.text
     assert [row.steps.tolist() for row in memory.snapshots] == [[8]]
-
-
-# ---- what a checkpoint holds of the core
 
 
 def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:

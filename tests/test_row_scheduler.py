@@ -403,9 +403,6 @@ def test_a_timestamp_that_the_user_gave_stays() -> None:
     assert run.core.rows[-1] == (5, {"loss": 0, "_timestamp": 123.0, "own": "0"})
 
 
-# ---- the real SDK
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_offline_files_hold_the_rows_of_the_model(start_run: Any, seed: int) -> None:
     programs, runs = [], []

@@ -43,9 +43,6 @@ def steps(alerts) -> list[int]:
     return [alert.step for alert in alerts]
 
 
-# ---- NaN and Inf
-
-
 def test_nan_is_reported_with_its_own_step_and_layer_and_not_the_last_of_the_call():
     good = {"a": [3.0, 4.0], "b": [1.0, 2.0, 2.0]}
     bad = {"a": [3.0, 4.0], "b": [1.0, NAN, 2.0]}
@@ -91,9 +88,6 @@ def test_a_parameter_that_was_broken_before_the_step_is_the_cause():
     assert "the parameter a was already non-finite before this step" in next(iter(NaNGradient().check(sample))).text
 
 
-# ---- loss scale
-
-
 def test_an_isolated_skip_is_calibration_and_five_in_a_row_are_a_collapse():
     check = LossScaleCollapse()
     bad, good = {"a": [INF]}, {"a": [1.0]}
@@ -118,9 +112,6 @@ def test_nan_at_any_scale_is_not_blamed_on_the_scale():
     stalled = together([sample_of({"a": [NAN]}, step=s, skipped=True, loss_scale=1024.0) for s in range(1, 6)])
     (alert,) = LossScaleCollapse().check(stalled)
     assert "NaN at any scale" in alert.text
-
-
-# ---- explosion
 
 
 def test_students_factor_is_the_table_of_t_quantiles():
@@ -342,9 +333,6 @@ def test_impossible_limits_are_refused_before_training(make, message):
         make()
 
 
-# ---- vanishing, dead, missing
-
-
 def test_a_norm_below_the_floor_from_the_start_is_vanishing_after_patience():
     assert steps(VanishingGradient(patience=10).check(of_norms([1e-9] * 12))) == [10, 11, 12]
 
@@ -431,9 +419,6 @@ def test_gradients_that_are_all_exactly_0_are_no_gradient_and_not_dead():
     zeros = together([sample_of({"a.weight": [0.0], "a.bias": [0.0]}, step=s) for s in range(1, 12)])
     assert steps(NoGradient(zero_patience=10).check(zeros)) == [10, 11]
     assert list(DeadGradient().check(zeros)) == []
-
-
-# ---- the first samples, and the parameters
 
 
 def first_sample(**weights: np.ndarray) -> list[str]:
@@ -567,9 +552,6 @@ def test_a_weight_that_leaves_0_may_grow_as_it_likes():
     assert steps(FastParameters().check(together(samples))) == []
 
 
-# ---- functions as rules
-
-
 def test_a_decorated_function_is_a_rule_of_its_own_title_asked_sample_by_sample():
     @rule(title="Head too large", level="ERROR")
     def head_too_large(snapshot):
@@ -600,9 +582,6 @@ def test_bad_rules_say_what_to_do():
         rule(title="x" * 64)(lambda snapshot: None)
     with pytest.raises(TypeError, match="must return a str, an Alert or None, but returned 3"):
         list(as_rule(lambda snapshot: 3).check(of_norms([1.0])))
-
-
-# ---- all rules
 
 
 def test_titles_are_short_stable_and_one_per_kind():

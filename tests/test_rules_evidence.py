@@ -48,9 +48,6 @@ def measured(snapshot: Snapshot, **metrics: list[float]) -> Snapshot:
     return replace(snapshot, metrics={**snapshot.metrics, **named})
 
 
-# ---- limits from the run's own scatter
-
-
 @pytest.mark.parametrize(("scatter", "is_told"), [(0.05, True), (1.2, False)])
 def test_norms_that_scatter_have_a_limit_of_their_own(scatter: float, is_told: bool) -> None:
     """Add five samples of 2.5 times the record, and of at least 6 times the median.
@@ -61,9 +58,6 @@ def test_norms_that_scatter_have_a_limit_of_their_own(scatter: float, is_told: b
     norms = np.exp(np.random.default_rng(0).normal(0, scatter, 60))
     level = max(2.5 * norms.max(), 6.0)
     assert bool(steps(ExplodingGradient(), of_norms([*norms, *[level] * 5]))) == is_told
-
-
-# ---- clipping
 
 
 def clipped(factors: list[float], norm: float = 1.0) -> Snapshot:
@@ -79,9 +73,6 @@ def test_too_tight_a_clip_is_certain_at_once_only_where_nothing_can_have_explode
     assert steps(TightClipping(), clipped([5000.0] * 4)) == [3, 4]
     assert steps(TightClipping(), clipped([2.0, *[5000.0] * 3])) == [4]  # the norms are as before
     assert steps(TightClipping(), clipped([2.0, *[5000.0] * 20], norm=9.0)) == [21]  # clipping may hold an explosion
-
-
-# ---- gradients that do not arrive
 
 
 @pytest.mark.parametrize(
@@ -108,9 +99,6 @@ def test_samples_in_which_a_parameter_was_frozen_are_no_missing_gradients() -> N
     thawed = [sample_of({"a": None, "b": [1.0]}, step=s, trainable=[s > 200, True]) for s in range(1, 206)]
     check = NoGradient()
     assert [alert for sample in thawed for alert in check.check(sample)] == []
-
-
-# ---- faint, and coarse
 
 
 @pytest.mark.parametrize(("faint", "told"), [(1e-30, [5, 6]), (1e-17, [])])  # rounding of float64: 1e-17
@@ -160,9 +148,6 @@ def test_small_gradients_of_a_small_loss_are_the_losss(loss: float, words: str) 
     assert words in alert.text
 
 
-# ---- dead units
-
-
 def units(dead: int, *, of: int = 40) -> dict[str, list[float]]:
     return {"a.weight": [0.0] * dead + [1.0] * (of - dead), "a.bias": [0.0] * dead + [1.0] * (of - dead)}
 
@@ -187,9 +172,6 @@ def test_a_layer_that_waits_for_a_weight_of_0_is_not_dead_however_long(b: float,
     grads = {"a.weight": np.zeros(4), "a.bias": np.zeros(4), "b.weight": np.ones(4)}
     samples = [sample_of(grads, step=s, parameters=parameters) for s in range(1, 31)]
     assert bool(steps(DeadGradient(), together(samples))) == told
-
-
-# ---- the learning rate, where it is read
 
 
 def trained(
@@ -283,9 +265,6 @@ def test_what_reads_no_learning_rate_waits_longer_for_parameters_that_do_not_cha
         still, learning_rate=[0.0] * 20 + [0.1] * 82
     )  # the effect of the first rate above 0 is visible one sample later
     assert steps(UnchangedParameters(), warmed_up)[0] == 30
-
-
-# ---- problems that end without help
 
 
 @pytest.mark.parametrize(("start", "first_told"), [(2.0**16, 5), (2.0**30, 19), (2.0**12, 5)])  # 2^30 / 2^18 is 4096
@@ -419,9 +398,6 @@ def test_a_peak_that_has_passed_long_before_makes_no_nan() -> None:
     samples = [sample_of({"rnn.weight_hh_l0": [norm], "head.weight": [0.1]}, step=step) for step, norm in norms.items()]
     broken = together([*samples, sample_of({"rnn.weight_hh_l0": [np.nan], "head.weight": [np.nan]}, step=25)])
     assert "explosion through recurrence" not in [found.cause for found in diagnose(broken)]
-
-
-# ---- a cause is named alone only with evidence for it
 
 
 def told_of(check: Rule, samples: Snapshot, **context: dict[str, str]) -> str:
@@ -709,9 +685,6 @@ def test_a_steady_rise_is_an_error_once_it_moves_the_parameters(growth: float, l
     assert {alert.level for alert in rising} == {level}
 
 
-# ---- the loss
-
-
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
@@ -772,9 +745,6 @@ def test_biases_far_from_0_close_their_units_or_gates(names: str, told: int) -> 
     alerts = list(PoorInitialisation().check(sample_of(grads, parameters=parameters)))
     assert len(alerts) == told
     assert all("biases are far from 0: 0.bias 40" in alert.text for alert in alerts)
-
-
-# ---- alerts come sooner if the evidence is certain
 
 
 @pytest.mark.parametrize(("fade", "told"), [(1e-3, [3, 4, 5]), (0.05, [])])

@@ -15,9 +15,6 @@ def levels(check: Rule, snapshot: Snapshot) -> list[tuple[int, str]]:
     return [(alert.step, alert.level) for alert in check.check(snapshot) if alert.level != "INFO"]
 
 
-# ---- layers without a gradient
-
-
 def branches(*, critic: float, inputs: float = 1.0) -> dict[str, np.ndarray]:
     """Gradients of an actor and a critic of two layers each; inputs: those of the critic's second layer."""
     grads = {f"actor.{layer}.{kind}": np.ones(9) for layer in "01" for kind in ("weight", "bias")}
@@ -54,9 +51,6 @@ def test_an_expert_that_is_idle_for_a_while_is_not_lost(lost: str, told: list[in
     assert [step for step, _ in levels(NoGradient(), together(samples))][:1] == told  # 20^-5 < 1e-6
 
 
-# ---- gradients that fade
-
-
 @pytest.mark.parametrize(("recovers", "told"), [(True, []), (False, [10, 11, 12])])
 def test_a_fall_over_the_depth_that_is_getting_less_was_the_first_steps(recovers: bool, told: list[int]) -> None:
     """A decoder that learns its biases before it uses the code: from 13,000x to 1,900x within ten steps."""
@@ -66,9 +60,6 @@ def test_a_fall_over_the_depth_that_is_getting_less_was_the_first_steps(recovers
     ]
     samples = together([sample_of(grads, step=s) for s, grads in enumerate(stack, 1)])
     assert [step for step, _ in levels(VanishingGradient(), samples)] == told
-
-
-# ---- norms
 
 
 @pytest.mark.parametrize(("level", "told"), [(5.5, []), (9.0, [(31, "WARN")])])

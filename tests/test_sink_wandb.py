@@ -30,9 +30,6 @@ def ours(row: dict[str, Any]) -> bool:
     return "gradwatch/step" in row
 
 
-# ---- what arrives
-
-
 def test_it_is_a_sink(offline_run: Any) -> None:
     assert isinstance(WandbSink(offline_run), Sink)
 
@@ -244,9 +241,6 @@ def _history_lines(request: Any) -> list[str]:
     return request.body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
 
 
-# ---- alerts
-
-
 def test_an_alert_arrives_with_title_text_and_level(start_run: Any, loopback: Any) -> None:
     run = start_run(server=loopback)
     WandbSink(run).alert(ALERT)
@@ -261,9 +255,6 @@ def test_an_offline_alert_waits_in_the_file_for_wandb_sync(offline_run: Any) -> 
     offline_run.finish()
     (alert,) = [record["alert"] for record in records(offline_run) if record["type"] == "alert"]
     assert (alert["title"], alert["level"]) == ("NaN gradient", "ERROR")
-
-
-# ---- kinds of runs
 
 
 def test_a_disabled_run_is_left_alone(start_run: Any) -> None:
@@ -433,9 +424,6 @@ def test_a_script_that_never_logs_keeps_its_summary_fresh_and_is_told_once(offli
     )
 
 
-# ---- trouble
-
-
 @pytest.mark.parametrize("trouble", ["500", "drop"])
 def test_a_server_in_trouble_loses_nothing(start_run: Any, loopback: Any, trouble: Any) -> None:
     run = start_run(server=loopback)
@@ -482,9 +470,6 @@ def test_without_a_server_the_local_file_keeps_every_row_and_alert(start_run: An
     assert [(row["gradwatch/step"], row["loss"]) for row in rows] == [(step, step) for step in range(5)]
     assert len(kept) == 10
     assert not loopback.runs[run.id].rows
-
-
-# ---- arguments
 
 
 def test_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

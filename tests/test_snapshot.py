@@ -35,9 +35,6 @@ def sample(step: int = 1, histogram: bool = True, **gradients: list[float] | Non
     )
 
 
-# ---- derived values
-
-
 def test_derived_values_have_their_closed_forms() -> None:
     snapshot = sample(a=[3.0, -4.0, 0.0, NAN, INF])
     expected = {
@@ -162,9 +159,6 @@ def test_the_last_present_value_skips_missing_samples() -> None:
     np.testing.assert_array_equal(last_present(values, ~np.isnan(values)), [2.0, NAN, 3.0])
 
 
-# ---- groups
-
-
 def test_groups_merge_rows_and_histograms_in_order_of_appearance() -> None:
     snapshot = sample(fc_weight=[3.0, 4.0], head_weight=[1.0], fc_bias=[12.0], scale=[2.0])
     modules = snapshot.by_group("module")
@@ -192,9 +186,6 @@ def test_grouping_first_or_not_gives_the_same_total(gradients: list[list[float]]
 def test_an_unknown_grouping_is_refused() -> None:
     with pytest.raises(ValueError, match='group_by=\'layer\' must be "parameter", "module" or a function'):
         group_function("layer")
-
-
-# ---- merging
 
 
 def test_an_epoch_is_made_of_windows() -> None:
@@ -225,9 +216,6 @@ def test_merging_keeps_scales_skips_and_metrics_of_each_sample() -> None:
     assert last.steps.tolist() == [2]
     assert last.metrics["loss"].tolist() == [0.5]
     assert last.histogram is None
-
-
-# ---- quantiles
 
 
 @given(
@@ -280,9 +268,6 @@ def test_a_quantile_outside_zero_and_one_is_refused(q: float, histogram: bool) -
     for quantile in (sample(histogram=histogram, a=[1.0]).quantile, sample(histogram=histogram, a=[1.0]).abs_quantile):
         with pytest.raises(ValueError, match=f"q={q!r} must be between 0 and 1"):
             quantile(q)
-
-
-# ---- shapes
 
 
 def test_rows_and_histograms_of_wrong_shape_are_refused() -> None:

@@ -50,9 +50,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# ---- against plain Python
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(lists=st.lists(value_lists, min_size=1, max_size=4), threshold=st.sampled_from([0.0, 1e-10, 0.1, 2.0**-149]))
 def test_rows_and_histograms_are_those_of_plain_python(
@@ -83,9 +80,6 @@ def test_merged_rows_are_the_row_of_the_whole(
         assert whole.histogram is not None
         assert parts.histogram is not None
         np.testing.assert_array_equal(parts.histogram.sum(0), whole.histogram[0])
-
-
-# ---- against the reference, at sizes where a backend switches its method
 
 
 def gradients_of(size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -141,9 +135,6 @@ def test_every_size_dtype_threshold_and_scale_equals_the_reference(case: int, na
     )
 
 
-# ---- the loss scale
-
-
 def test_a_scaled_gradient_is_measured_in_true_units(backend: str) -> None:
     # 65536 * {3, -4, 0}: unscaled sum -1, squares 25; |-4| <= 4 is dead only if unscaled.
     scaled = torch.tensor([3.0, -4.0, 0.0]) * 65536
@@ -172,9 +163,6 @@ def test_scaling_a_row_is_what_scale_power_says(backend: str) -> None:
     for column in Column:
         if column < Column.RECEIVED_SUM_SQ:
             assert scaled[column] == plain[column] * 0.25 ** SCALE_POWER.get(column, 0), column.name
-
-
-# ---- side effects that a backend must not have
 
 
 @pytest.mark.parametrize("name", [name for name in FAST_BACKENDS if name != "torch"])
@@ -252,9 +240,6 @@ def test_elements_are_contiguous_and_complete_whatever_the_strides(
     assert elements.ndim == 1
     assert sorted(elements.tolist()) == sorted(tensor.flatten().tolist())
     assert num_implicit_zeros == 0
-
-
-# ---- the selection of a backend
 
 
 class Wrapper(torch.Tensor):

@@ -53,9 +53,6 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-# ---- measured values
-
-
 def assert_equals_reference(tensors: list[torch.Tensor]) -> None:
     """Compare counts, histograms and extremes exactly, and sums to float64 rounding."""
     kwargs: Any = {"dead_threshold": 0.25, "histogram": True}
@@ -199,9 +196,6 @@ def test_threads_that_measure_at_once_do_not_disturb_each_other() -> None:
             assert list(pool.map(rows, lists)) == alone
 
 
-# ---- threads
-
-
 @pytest.fixture
 def num_threads() -> Iterator[Callable[[int], None]]:
     """Return `num_threads(n)`, which sets torch's number of threads during the test."""
@@ -343,9 +337,6 @@ def test_helpers_are_as_many_as_were_asked_for_and_wait_for_more_work() -> None:
     assert threading.active_count() == before + 2
 
 
-# ---- until the loops are compiled
-
-
 def test_training_does_not_wait_for_the_loops_and_nothing_changes_when_they_come(
     replace_loops: Callable[[Compilation[Any]], None], gate: threading.Event
 ) -> None:
@@ -460,9 +451,6 @@ def test_loops_are_compiled_where_nothing_can_be_kept_on_disk(monkeypatch: pytes
     monkeypatch.setattr(cpu_compiled, "_check", lambda loops: None)
     assert cpu_compiled._compile() == "loops"
     assert asked == [True, False]
-
-
-# ---- without compiled loops
 
 
 def test_without_numba_auto_is_torch_and_numpy_and_says_nothing(

@@ -40,9 +40,6 @@ def test_every_fault_that_can_be_planted_has_its_place() -> None:
     assert [fault.name for fault, number in places.items() if number != fault.occurrences] == []
 
 
-# ---- the address table
-
-
 def test_a_table_is_uploaded_only_when_an_address_changed() -> None:
     table = AddressTable(2, torch.device("cpu"))
     assert table.write([1, 2])
@@ -79,9 +76,6 @@ def test_a_slot_in_flight_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -
     assert len(FakeSlot.made) == 4
 
 
-# ---- events
-
-
 def test_an_event_is_asked_while_captures_of_other_threads_forbid_this_one_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,9 +104,6 @@ def test_an_event_is_asked_while_captures_of_other_threads_forbid_this_one_nothi
             ask()
         assert modes == [0]
     assert asked_in == [2, 2]  # 2 is relaxed
-
-
-# ---- the selection of a backend
 
 
 def test_the_cuda_backend_refuses_other_devices_by_name() -> None:

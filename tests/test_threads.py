@@ -228,9 +228,6 @@ def test_whatever_another_thread_asks_no_sample_is_lost_split_or_out_of_order():
     np.testing.assert_array_equal(snapshot.grad_norm, np.tile([3.0, 4.0], (400, 1)))
 
 
-# ---- steps of others
-
-
 def removed_elsewhere(watcher):
     thread = threading.Thread(target=watcher.remove)
     thread.start()
@@ -362,9 +359,6 @@ def test_a_loss_scale_is_that_of_the_models_own_scaler(by_hand):
         assert of(found, "a", "grad_norm").tolist() == [value] * 3
         assert found.metrics["gradwatch/loss"].tolist() == [value] * 3
         np.testing.assert_array_equal(found.loss_scale, [scale] * 3)
-
-
-# ---- forked children
 
 
 def in_a_child(act: Callable[[], object]) -> int:

@@ -276,9 +276,6 @@ def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Ex
         GradWatchCallback(**arguments)
 
 
-# ---- W&B
-
-
 def test_the_trainers_own_run_gets_our_rows_and_keeps_its(start_run: Callable[..., Any], tmp_path: Path) -> None:
     run = start_run(reinit="finish_previous")  # the only kind that becomes wandb.run
     trainer = trained(tmp_path, [GradWatchCallback(sample_every=1, log_every=2)], report_to=["wandb"], logging_steps=2)
@@ -290,9 +287,6 @@ def test_the_trainers_own_run_gets_our_rows_and_keeps_its(start_run: Callable[..
     assert [row["gradwatch/grad_norm"] for row in ours] == approx(expected[1::2])
     theirs = [row for row in rows if "train/loss" in row]
     assert [row["train/global_step"] for row in theirs] == [2, 4, 6]
-
-
-# ---- LoRA
 
 
 class TwoLayers(nn.Module):
@@ -357,9 +351,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     gradients = [p.grad.double().flatten() for p in model.parameters() if p.requires_grad and p.grad is not None]
     optimizer.step()
     return float(torch.cat(gradients).norm())
-
-
-# ---- Accelerate: two lines
 
 
 @pytest.fixture

@@ -231,9 +231,6 @@ def test_a_frozen_parameter_made_in_inference_mode_is_none_of_the_steps_business
     assert samples(watcher, sink).total_grad_norm.tolist() == [5, 5, 5]
 
 
-# ---- what is made of several backwards
-
-
 @pytest.mark.parametrize("sample_every", [1, 2])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.5])

@@ -32,9 +32,6 @@ def always(case: Case) -> Recording:
     return recording(case, *((step, "Probable cause: one bad batch. Remedy: none.") for step in range(1, STEPS + 1)))
 
 
-# ---- the scoring
-
-
 def test_a_detector_that_always_alarms_sees_everything_and_is_never_trusted() -> None:
     figures = add_up(score(case, always(case)) for case in CASES.values())
     assert figures["seen"] == 1.0
@@ -149,8 +146,6 @@ def test_the_pages_show_the_results_that_are_kept() -> None:
     assert set(files) == {pictures.file_name(title) for title in pictures.PICTURES}
     assert max(files.values()) < 4000
 
-
-# ---- a small part of it
 
 SILENT = (
     "MLP, SGD with momentum",

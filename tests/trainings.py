@@ -34,9 +34,6 @@ def mlp_stack(depth: int, *, dim: int = 10, width: int = 32, activation: type[nn
     return nn.Sequential(*layers, nn.Linear(width, 1))
 
 
-# ---- healthy
-
-
 def mlp(seed: int = 0, *, lr: float = 1e-2, optimizer: type = torch.optim.Adam, scale: float = 1.0) -> Training:
     torch.manual_seed(seed)
     model = mlp_stack(2)
@@ -171,9 +168,6 @@ class RecurrentModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.rnn(self.tokens(tokens))[0])
-
-
-# ---- faulty
 
 
 def sigmoid_stack(seed: int = 0, *, depth: int = 8) -> Training:

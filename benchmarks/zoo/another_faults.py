@@ -34,8 +34,6 @@ FLOW, WGAN, DQN, VIEWS, GAT = (
 )
 TABLE, STUDENT, SWITCH = "a table of names, two tasks", "a student and a teacher", "one expert per word"
 
-# ---- what a single change does
-
 
 def deepened(depth: int, act: type[nn.Module], gain: float | None = None) -> do.Change:
     """A layer becomes many, before the optimizer has seen it."""
@@ -142,7 +140,6 @@ def _unbalanced(loop: Loop, layer: str) -> None:
 
 # (name, the opened training and the layer in it, the locked one and its layer, change, first bad step, cause, also, decidable)
 ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int, str, tuple[str, ...], bool]] = [
-    # ---- learning rate
     ("learning rate 200x from the first step", (GPT, ""), (SWITCH, ""), do.learning_rate(200), 1, "learning rate", (), True),
     ("learning rate 100x from the first step, no schedule", (NERF, ""), (FLOW, ""), do.learning_rate(100), 1, "learning rate", (), True),
     ("learning rate 30x, warm-up left out", (VIT, ""), (TIED, ""), do.chain(do.fields(schedule=None), do.learning_rate(30)), 1, "learning rate", (), True),
@@ -152,36 +149,30 @@ ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int
     ("learning rate grows by a tenth per step from step 60", (AE, ""), (UNET, ""), do.learning_rate(lambda step: 1.1 ** (step - 60), 60), 80, "learning rate", ("schedule",), True),
     ("the last layer's learning rate 1000x", (LSTM, "head"), (UNET, "out"), do.own_rate(1000), 1, "learning rate", (), True),
     ("the generator's learning rate 300x", (GAN, "generator"), (WGAN, "generator"), _generator_rate, 1, "learning rate", (), True),
-    # ---- initialisation
     ("all matrices 20x", (NERF, ""), (GAT, ""), do.scaled(20.0, every=True), 1, "initialisation", ("depth", "saturation"), True),
     ("all matrices 0.0001x, biases 0", (AE, ""), (GAT, ""), do.scaled(1e-4, every=True, bias=0.0), 1, "initialisation", ("depth",), True),
     ("all matrices filled with 0.05", (AE, ""), (STUDENT, ""), do.filled(0.05), 1, "symmetry", ("initialisation",), True),
     ("the trained matrices begin at 0", (LORA, ""), (TABLE, ""), do.filled(0.0), 1, "symmetry", ("initialisation", "unused", "dead units"), True),
     ("the head's weights 300x", (VIT, "head"), (NEXT, "head"), do.scaled(300.0), 1, "initialisation", ("saturation",), True),
     ("a hidden layer begins at 0", (GCN, "outer"), (STUDENT, "2"), do.scaled(0.0, bias=0.0), 1, "initialisation", ("symmetry", "dead units", "unused"), True),
-    # ---- depth and recurrence
     ("fifty plain ReLU layers", (GCN, "head.0"), (GAT, "head.0"), deepened(50, nn.ReLU), 1, "depth", ("initialisation", "dead units", "saturation"), True),
     ("25 linear layers of gain 2.5", (NERF, "net.0"), (TABLE, "trunk.0"), deepened(25, nn.Identity, 2.5), 1, "depth", ("initialisation",), True),
     ("30 tanh layers of gain 0.3", (MOE, "0"), (GAT, "head.2"), deepened(30, nn.Tanh, 0.3), 1, "depth", ("initialisation", "saturation"), True),
     ("recurrent weights 12x", (LSTM, "encoder"), (GRU, "encoder"), do.scaled(12.0), 1, "recurrence", ("initialisation", "saturation"), True),
     ("ReLU recurrences of gain 3", (LSTM, ""), (GRU, ""), _relu_recurrences, 1, "recurrence", ("initialisation", "learning rate"), True),
     ("gates that forget at once", (LSTM, "encoder"), (GRU, "encoder"), _closed_gates, 1, "recurrence", ("initialisation", "saturation"), False),
-    # ---- dead units
     ("biases of -30 before a ReLU", (AE, "encoder.0"), (STUDENT, "0"), do.biased(-30.0), 1, "dead units", ("initialisation",), True),
     ("two updates of 2000x at step 50", (NERF, ""), (TABLE, ""), do.learning_rate(2000, 50, 52), 50, "learning rate", ("dead units",), True),
-    # ---- data
     ("one batch 10,000x at step 100", (AE, ""), (UNET, ""), do.inputs(lambda x: 1e4 * x, 100, 101), 100, "bad batch", (), True),
     ("features around 500, never normalised", (GCN, ""), (GAT, ""), do.inputs(lambda x: 500 + 200 * x, which=1), 1, "data scale", (), True),
     ("one feature in other units, 1,000,000x", (GCN, ""), (TABLE, ""), do.inputs(_last_feature(1e6), which=1), 1, "data scale", (), True),
     ("blank inputs from step 60", (RES, ""), (NEXT, ""), do.inputs(torch.zeros_like, 60), 60, "data change", ("bad batch",), True),
     ("NaN in one sample at step 70", (CLIP, ""), (VIEWS, ""), do.inputs(do.first_sample(math.nan), 70, 71), 70, "bad batch", ("loss or inputs",), True),
     ("NaN in one sample of every batch from step 60", (AE, ""), (FLOW, ""), do.inputs(do.first_sample(math.nan), 60), 60, "loss or inputs", ("bad batch",), True),
-    # ---- labels
     ("labels shuffled from step 80", (VIT, ""), (DENSE, ""), do.inputs(_shuffled, 80, which=-1), 80, "data change", (), True),
     ("targets of 0 to 255 instead of 0 to 1", (NERF, ""), (TABLE, ""), do.inputs(lambda y: 255 * y, which=-1), 1, "data scale", (), True),
     ("one target of 100,000 at step 110", (NERF, ""), (TABLE, ""), do.inputs(do.first_sample(1e5), 110, 111, which=-1), 110, "bad batch", (), True),
     ("rewards 300x from step 121", (PPO, ""), (DQN, ""), do.inputs(lambda y: 300 * y, 121, which=-1), 121, "data change", ("data scale",), True),
-    # ---- numerics of the forward, the loss and the backward
     ("logarithm of 0 in a layer from step 60", (VAE, "encoder.0"), (TABLE, "trunk.0"), do.output(_logarithm, 60), 60, "invalid operation", ("loss or inputs",), True),
     ("root at 0 in a layer from step 40", (GCN, "outer"), (GAT, "outer"), do.output(_root, 40), 40, "invalid operation", ("loss or inputs",), True),
     ("a mean without weights at step 90", (MOE, "1"), (FLOW, "layers.2"), do.output(do.no_weights, 90, 91), 90, "invalid operation", ("loss or inputs", "bad batch"), True),
@@ -193,11 +184,9 @@ ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int
     ("a backward that returns 10,000x from step 80", (CLIP, "seen"), (VIEWS, "5"), do.backward(lambda grad: 1e4 * grad, 80), 80, "backward", ("invalid operation", "depth"), True),
     ("loss 10,000x", (CLIP, ""), (VIEWS, ""), do.loss(lambda value: 1e4 * value), 1, "data scale", ("reduction", "learning rate"), True),
     ("loss / 1e9", (RES, ""), (DENSE, ""), do.loss(lambda value: value / 1e9), 1, "reduction", ("zero learning rate", "underflow"), True),
-    # ---- numerics of the optimizer
     ("eps = 0 and gradients of 0", (LORA, ""), (TABLE, "names.2"), do.groups(eps=0.0), 1, "optimizer", (), True),
     ("parameters in float16", (GCN, ""), (GAT, ""), do.halved, 1, "optimizer", ("overflow", "underflow"), True),
     ("the average of squares is lost at each step from step 60", (LSTM, ""), (UNET, ""), _forgetful, 60, "optimizer", ("learning rate",), True),
-    # ---- wiring
     ("gradients switched off at step 40", (AE, "encoder"), (VIEWS, "0"), do.at_step(lambda loop, layer: loop.model.get_submodule(layer).requires_grad_(False), 40), 40, "unused", (), False),
     ("detached", (VAE, "encoder"), (TABLE, "trunk"), do.output(torch.Tensor.detach), 1, "unused", (), True),
     ("detached from step 15", (AE, "encoder"), (STUDENT, "2"), do.output(torch.Tensor.detach, 15), 15, "unused", (), True),
@@ -210,7 +199,6 @@ ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int
     ("the head is replaced at step 50", (VIT, "head"), (NEXT, "head"), do.at_step(do.replaced_layer, 50), 50, "unowned", ("stale optimizer",), True),
     ("no step()", (PPO, ""), (DQN, ""), do.fields(applies=False), 1, "no step", (), True),
     ("the loss is maximised from step 60", (LSTM, ""), (GRU, ""), do.loss(torch.neg, 60), 60, "sign", ("data change",), True),
-    # ---- schedules, clipping, decay
     ("restart at 200x at step 80", (LORA, ""), (SWITCH, ""), do.learning_rate(lambda step: 200 * 0.95 ** (step - 80), 80), 80, "learning rate", ("schedule",), True),
     ("the schedule ends at 0 at step 30", (VIT, ""), (TIED, ""), do.learning_rate(lambda step: max(0.0, 1 - step / 30)), 30, "zero learning rate", ("schedule",), True),
     ("a schedule below 0", (AE, ""), (NEXT, ""), do.learning_rate(-1.0), 1, "schedule", ("sign", "learning rate"), True),
@@ -219,7 +207,6 @@ ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int
     ("clipped before unscale_()", (RES, ""), (DENSE, ""), _clipped_scaled, 1, "unscale", ("clipping",), True),
     ("decay of 30 on everything", (GPT, ""), (TIED, ""), do.groups(weight_decay=30.0), 1, "decay", (), True),
     ("squares of the parameters in the loss, weight 3", (NERF, ""), (FLOW, ""), do.penalised(3.0), 1, "decay", (), True),
-    # ---- batch norm, attention, routing
     ("batches of two", (RES, ""), (DENSE, ""), do.chain(do.inputs(lambda x: x[:2]), do.inputs(lambda y: y[:2], which=1)), 1, "batch norm", (), False),
     ("eps = 1e-30 and a blank batch at step 90", (RES, ""), (DENSE, ""), _constant_normed, 90, "batch norm", ("invalid operation", "bad batch", "loss or inputs"), True),
     ("all logits of attention 1000x", (VIT, ""), (SWITCH, ""), logits(lambda out: 1000 * out), 1, "attention", ("saturation", "initialisation"), True),

@@ -10,8 +10,6 @@ from .data import Batches, drawn
 from .loop import Batch
 from .models import Residual, mlp
 
-# ---- attention and experts
-
 
 def _turned(x: Tensor) -> Tensor:
     """Rotary positions: each pair of features is turned by an angle that grows with the place."""
@@ -103,9 +101,6 @@ class Language(nn.Module):
         if self.places is not None:
             x = x + self.places(torch.arange(tokens.shape[1]))
         return self.head(self.norm(self.layers(x)))
-
-
-# ---- images
 
 
 def colours(size: int, *, classes: int = 5, side: int = 12, noise: float = 0.6) -> Batches:
@@ -214,9 +209,6 @@ class Denoiser(nn.Module):
         )
 
 
-# ---- sequences
-
-
 class Speaker(nn.Module):
     """An encoder's state begins a decoder, which is given the right words so far."""
 
@@ -228,9 +220,6 @@ class Speaker(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         begun = functional.pad(target, (1, 0), value=self.words)[:, :-1]
         return self.head(self.decoder(self.tokens(begun), self.encoder(self.tokens(source))[1])[0])
-
-
-# ---- graphs
 
 
 class Convolved(nn.Module):
@@ -273,9 +262,6 @@ def graphs(size: int) -> Batches:
         return edges, torch.cat([functional.one_hot(kinds, 3).float(), 0.5 * torch.randn(size, 10, 3)], dim=2), labels
 
     return batch
-
-
-# ---- tables, densities, rays
 
 
 class Columns(nn.Module):

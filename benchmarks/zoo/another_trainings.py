@@ -17,8 +17,6 @@ from .healthy_supervised import AdamW, cosine, momentum
 from .loop import Batch, Loop, descend, supervised
 from .models import LoRA, classify, mlp, next_token, regress
 
-# ---- language
-
 
 def rotary(depth: int = 3, dim: int = 32) -> made.Language:
     layers = [made.Layer(dim, made.SwiGLU(dim), norm=nn.RMSNorm, causal=True, rotary=True) for _ in range(depth)]
@@ -73,9 +71,6 @@ def spoken(aim: Callable[[Tensor], Tensor], size: int) -> data.Batches:
 
 def said(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(model(source, target).flatten(0, 1), target.flatten())
-
-
-# ---- generative
 
 
 def copied(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
@@ -167,9 +162,6 @@ def penalised() -> Loop:
     return _pair(generator, judge, lambda step: (batch(step)[0] + 2,), 4, judged, optimizers, 2)
 
 
-# ---- agents
-
-
 def pushed(state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
     """A mass on a line, [N, (place, speed, goal)], is pushed left, not, or right; near the goal is good."""
     place, speed, goal = state.unbind(dim=1)
@@ -243,9 +235,6 @@ def deep_q() -> Loop:
     return supervised(model, batch, loss, lr=2e-3, steps=240, after=[follow])
 
 
-# ---- pairs of views
-
-
 class Towers(nn.Module):
     """Numbers and words in the same space; the temperature is learned."""
 
@@ -290,9 +279,6 @@ def projected() -> nn.Module:
         nn.ReLU(),
     ]
     return nn.Sequential(*convolved, nn.Flatten(), nn.Linear(216, 32), nn.ReLU(), nn.Linear(32, 16))
-
-
-# ---- graphs, tables, a student
 
 
 def labelled(model: nn.Module, edges: Tensor, x: Tensor, labels: Tensor) -> Tensor:

@@ -80,7 +80,6 @@ def _restored(loop: Loop, layer: str) -> None:
 
 # (name, training, layer, change, first bad step, cause, also, decidable)
 _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] = [
-    # ---- rates, schedules, the optimizer's settings
     ("a learning rate of 2 instead of 2e-3", SERIES, "", do.learning_rate(1000), 1, "learning rate", (), True),
     ("the learning rate of plain descent given to its signs, 300x", SIGNS, "", do.learning_rate(300), 1, "learning rate", (), True),
     ("a learning rate in millionths, taken twice", RATINGS, "", do.learning_rate(1e-6), 1, "zero learning rate", ("no step",), True),
@@ -92,14 +91,12 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] 
     ("weight decay of 1", SQUEEZE, "", do.groups(weight_decay=1.0), 1, "decay", (), True),
     ("clipped to a norm of 1e-5", RATINGS, "", do.fields(clip=1e-5), 1, "clipping", ("zero learning rate",), True),
     ("learning rate 1000x after step 100", ODE, "", do.learning_rate(1000, 100), 100, "learning rate", (), True),
-    # ---- the loss
     ("summed over the batch instead of averaged", RATINGS, "", do.loss(lambda value: 256 * value), 1, "data scale", ("learning rate", "reduction"), True),
     ("a loss scale of 1e4 that is never taken out", SQUEEZE, "", do.loss(lambda value: 1e4 * value), 1, "data scale", ("learning rate", "reduction"), True),
     ("the penalty for forgetting has the wrong sign, and a large weight", HELD, "", do.inputs(lambda weight: -100 * weight, which=2), 1, "sign", ("learning rate", "data change"), True),
     ("the likelihood itself is minimised", PROCESS, "", do.loss(torch.neg), 1, "sign", (), True),
     ("a logarithm by hand and an outlier at step 80", ADAM, "", _by_hand, 80, "invalid operation", ("bad batch", "loss or inputs"), True),
     ("averaged twice: over 1e7 elements", EXPERT, "", do.loss(lambda value: value / 1e7), 1, "reduction", ("underflow", "zero learning rate"), True),
-    # ---- data
     ("integers of 16 bits in one batch, 32,768x, at step 60", TAGS, "", do.inputs(lambda x: 32768 * x, 60, 61), 60, "bad batch", ("data scale",), True),
     ("a gap (NaN) in one series at step 80", SERIES, "", do.inputs(do.first_sample(math.nan), 80, 81), 80, "bad batch", ("loss or inputs",), True),
     ("a rating that is missing (NaN) at step 40", RATINGS, "", do.inputs(do.first_sample(math.nan), 40, 41, which=2), 40, "bad batch", ("loss or inputs",), True),
@@ -108,7 +105,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] 
     ("another table of classes from step 70", SQUEEZE, "", do.inputs(lambda y: (y + 2) % 5, 70, which=1), 70, "data change", (), False),
     ("sorted by class", SQUEEZE, "", _one_class, 1, "data change", ("bad batch",), False),
     ("distances in millimetres from step 70", SETS, "", do.inputs(lambda y: 1000 * y, 70, which=1), 70, "data change", ("data scale",), True),
-    # ---- initialisation, depth, dead units
     ("standard normal weights", SHOTS, "", _unit_normal, 1, "initialisation", ("depth", "saturation"), True),
     ("recurrent weights 10x", WORDS, "memory", do.scaled(10.0), 1, "recurrence", ("initialisation", "saturation"), True),
     ("twenty sigmoid layers", TAGS, "0", deepened(20, nn.Sigmoid), 1, "saturation", ("depth",), True),
@@ -116,11 +112,9 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] 
     ("every matrix 0", SHOTS, "", do.filled(0.0), 1, "symmetry", ("initialisation",), True),
     ("logits of attention not divided but multiplied, 1000x", SERIES, "", logits(lambda out: 1000 * out), 1, "attention", ("saturation", "initialisation"), True),
     ("a set in which everything is masked at step 70", SETS, "", logits(do.first_sample(-math.inf), 70), 70, "attention", ("invalid operation", "loss or inputs", "bad batch"), True),
-    # ---- numerics
     ("the root of a sample's distance to itself", SHOTS, "4", do.output(_distances), 1, "invalid operation", ("loss or inputs",), True),
     ("cast to float16, Adam and all", EXPERT, "", do.halved, 1, "optimizer", ("overflow", "underflow"), True),
     ("one weight of the file is Inf at step 50", TAGS, "2", do.at_step(_restored, 50), 50, "bad parameter", (), True),
-    # ---- wiring
     ("gradients are never reset", PROCESS, "", do.fields(zeroes=False), 2, "zero_grad", (), True),
     ("features under no_grad", LAYERS, "features", do.output(Tensor.detach), 1, "unused", (), True),
     ("the head is replaced after the optimizer was built", LAYERS, "head", do.replaced_layer, 1, "unowned", ("stale optimizer",), True),

@@ -14,8 +14,6 @@ from .healthy_supervised import AdamW, cosine, momentum
 from .loop import Batch, Loop, supervised
 from .models import classify, mlp, regress
 
-# ---- images and sounds
-
 
 class Squeezed(nn.Module):
     """A convolution with batch norm, whose channels are weighted by what they hold on average."""
@@ -57,9 +55,6 @@ def sounds(size: int = 24) -> data.Batches:
         return (tone + 0.5 * torch.randn(size, 64))[:, None], labels
 
     return batch
-
-
-# ---- sets, series, few shots
 
 
 class Inducing(nn.Module):
@@ -155,9 +150,6 @@ def surprise(model: nn.Module, known: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return -torch.distributions.Normal(*model(known, x)).log_prob(y).mean()
 
 
-# ---- tables
-
-
 class Factors(nn.Module):
     """Ratings by the product of two vectors, and how a user and an item are rated in general."""
 
@@ -193,9 +185,6 @@ def any_of(model: nn.Module, x: Tensor, tags: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(model(x), tags, pos_weight=torch.full((10,), 5.0))
 
 
-# ---- control and generation
-
-
 def demonstrations(size: int = 64) -> data.Batches:
     """What an expert did in a state, with its unsteady hand."""
     gains = torch.randn(6, 2)
@@ -216,9 +205,6 @@ def straightened(model: nn.Module, x: Tensor) -> Tensor:
     """Flow matching: the velocity along a straight way from noise to data."""
     noise, time = torch.randn_like(x), torch.rand(len(x), 1)
     return functional.mse_loss(model(torch.cat([time * x + (1 - time) * noise, time], dim=1)), x - noise)
-
-
-# ---- unusual updates
 
 
 class _Sign(torch.autograd.Function):

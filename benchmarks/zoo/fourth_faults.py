@@ -191,7 +191,6 @@ def _tripled(loop: Loop, layer: str) -> None:
 
 # (name, training, layer, change, first bad step, cause, also)
 _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
-    # ---- rates and schedules
     ("a rate of 0.2 for AdamW, no warm-up", FIRST, "", do.chain(do.fields(schedule=None), do.learning_rate(100)), 1, "learning rate", ()),
     ("NAdam at 100x", SELU, "", do.learning_rate(100), 1, "learning rate", ()),
     ("no warm-up, 15x", FIRST, "", do.chain(do.fields(schedule=None), do.learning_rate(15)), 1, "learning rate", ()),
@@ -206,7 +205,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
     ("warm-up by integers: 0 for 1000 steps", LIKE, "", do.learning_rate(lambda step: step // 1000), 1, "zero learning rate", ("no step", "schedule")),
     ("warm-up without an end", TAGS, "", do.learning_rate(lambda step: 2.0 * step), 20, "learning rate", ("schedule",)),
     ("1e-8 for 1e-3", DUEL, "", do.learning_rate(1e-5), 1, "zero learning rate", ("no step",)),
-    # ---- the optimizer, clipping, scaling
     ("momentum of 0.999", HOUSES, "", do.groups(momentum=0.999), 1, "learning rate", ("optimizer",)),
     ("beta2 of 0.5, and the rate of 0.1", MARKED, "", do.chain(do.groups(betas=(0.9, 0.5)), do.learning_rate(50)), 1, "learning rate", ("optimizer", "recurrence")),
     ("eps of 1e4 for 1e-8", SPARSE, "", do.groups(eps=1e4), 1, "optimizer", ("zero learning rate", "no step")),
@@ -229,7 +227,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
     ("the best weights are loaded after each step from 60 on", DUEL, "", _restored(60), 60, "undone", ("no step",)),
     ("a layer drawn anew at step 80", COPY, "decoder", do.at_step(_again(3.0), 80), 80, "bad parameter", ("initialisation", "undone", "data change", "recurrence", "saturation")),
     ("a layer transposed, 30x, at step 70", MODULAR, "blocks.1.attention.out", do.at_step(_transposed, 70), 70, "bad parameter", ("initialisation", "undone", "data change")),
-    # ---- weights at the start
     ("weights of deviation 1", TAGS, "", _again(1.0), 1, "initialisation", ("saturation", "depth")),
     ("weights of deviation 1e-4", SELU, "", _again(1e-4), 1, "initialisation", ("depth",)),
     ("all weights and biases are 0", SPARSE, "", do.chain(do.filled(0.0), do.scaled(0.0, bias=0.0, every=True)), 1, "symmetry", ("initialisation", "dead units")),
@@ -238,7 +235,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
     ("a recurrence of 3 times the identity", MARKED, "memory", _tripled, 1, "recurrence", ("initialisation",)),
     ("twenty tanh layers of gain 0.3", TAGS, "2", deepened(20, nn.Tanh, 0.3), 1, "depth", ("initialisation",)),
     ("twenty-five ReLU layers of gain 0.5", LIKE, "2", deepened(25, nn.ReLU, 0.5), 1, "depth", ("initialisation", "dead units")),
-    # ---- data
     ("inputs 10,000x", TAGS, "", do.inputs(lambda x: 1e4 * x), 1, "data scale", ("initialisation",)),
     ("one column in millions", SELU, "", do.inputs(_column(1e6)), 1, "data scale", ()),
     ("one input is NaN at step 70", TAGS, "", do.inputs(_first(math.nan), 70, 71), 70, "bad batch", ("loss or inputs",)),
@@ -251,7 +247,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
     ("sorted by label, 15 steps each", TOPICS, "", _one_topic_at_a_time, 1, "data change", ("bad batch",)),
     ("rewards 1000x from step 80 on", ADVANTAGE, "", do.inputs(lambda r: 1e3 * r, 80, which=2), 80, "data change", ("data scale",)),
     ("a reward of -1e6 for a fall from step 70 on", DUEL, "", do.inputs(_first(-1e6), 70, which=3), 70, "data change", ("data scale", "bad batch")),
-    # ---- losses
     ("log(sigmoid) by hand, a slope of 60", TAGS, "", do.fields(loss=_log_sigmoid), 1, "invalid operation", ("loss or inputs", "overflow")),
     ("the root of a distance to itself", LIKE, "", do.fields(loss=_apart_by_root), 1, "invalid operation", ("loss or inputs",)),
     ("divided by its length, and a row of 0 at step 60", SPARSE, "", do.chain(do.fields(loss=_of_length_one), do.inputs(lambda x: x + 1e-3), do.inputs(do.first_sample(0.0), 60, 61)), 60, "loss or inputs", ("invalid operation", "bad batch")),
@@ -266,7 +261,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
     ("divided by 1e12", TOPICS, "", do.loss(lambda value: value / 1e12), 1, "reduction", ("underflow", "zero learning rate")),
     ("a sentence of padding alone at step 50", FIRST, "", do.inputs(lambda n: n.index_fill(0, torch.tensor([0]), 0), 50, 51, which=1), 50, "attention", ("invalid operation", "loss or inputs", "bad batch")),
     ("attention without its root, 200x", MODULAR, "", _hot(200.0), 1, "attention", ("saturation", "initialisation")),
-    # ---- layers
     ("biases of -30 before a ReLU", TAGS, "2", do.biased(-30.0), 1, "dead units", ("initialisation",)),
     ("one step at 3000x kills the ReLU", FINER, "", do.learning_rate(3000.0, 60, 61), 60, "learning rate", ("dead units", "schedule")),
     ("tanh of weights 200x", ADVANTAGE, "body", do.scaled(200.0), 1, "saturation", ("initialisation",)),

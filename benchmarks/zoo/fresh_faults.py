@@ -54,9 +54,6 @@ def _no(*bases: str) -> dict[str, str]:
     return dict.fromkeys(bases, "")
 
 
-# ---- what a single change does
-
-
 def _drawn(std: float) -> do.Change:
     """All matrices are drawn anew."""
 
@@ -231,7 +228,6 @@ def _blank(loop: Loop, layer: str) -> None:
 
 
 FRESH_FAULTS: list[Fault] = [
-    # ---- learning rate
     Fault("fresh faults", "learning rate 30x and no warm-up", _no(TWICE), do.chain(do.fields(schedule=None), do.learning_rate(30)), 1, "learning rate", (), True),
     Fault("fresh faults", "learning rate 100x from the start", _no(UNET, HYPER), do.learning_rate(100), 1, "learning rate", (), True),
     Fault("fresh faults", "learning rate 10,000,000x too small", _no(MIXER, POINTS), do.learning_rate(1e-7), 1, "zero learning rate", ("no step",), True),
@@ -242,7 +238,6 @@ FRESH_FAULTS: list[Fault] = [
     Fault("fresh faults", "learning rate 1.06x per step from step 60", _no(POINTS, QUEUE), do.learning_rate(lambda step: 1.06 ** (step - 60), 60), 90, "learning rate", ("schedule",), True),
     Fault("fresh faults", "LAMB's learning rate 50x", _no(LAMB), do.learning_rate(50), 1, "learning rate", (), True),
     Fault("fresh faults", "learning rate 500x from step 100, recurrence", _no(CARRIED), do.learning_rate(500, 100), 100, "learning rate", ("recurrence",), True),
-    # ---- initialisation, depth, recurrence, saturation
     Fault("fresh faults", "all matrices drawn with a deviation of 1", _no(UNET, POINTS), _drawn(1.0), 1, "initialisation", ("depth",), True),
     Fault("fresh faults", "all matrices drawn with a deviation of 1e-4", _no(POINTS, CONV), _drawn(1e-4), 1, "initialisation", ("depth",), True),
     Fault("fresh faults", "a hidden layer of zeros", {PLAIN: "2", REG: "2"}, do.scaled(0.0, bias=0.0), 1, "initialisation", ("symmetry", "dead units", "unused"), True),
@@ -253,7 +248,6 @@ FRESH_FAULTS: list[Fault] = [
     Fault("fresh faults", "a squashed layer's input 1000x from step 70", {"MLP, tanh, label smoothing": "2", FIXED: "inputs"}, do.output(lambda out: 1000 * out, 70), 70, "saturation", ("data change", "initialisation"), True),
     Fault("fresh faults", "a state that grows 2.5x with each token", {SCAN: "blocks.1.inner.1"}, _growing, 1, "recurrence", ("initialisation", "depth"), True),
     Fault("fresh faults", "120 steps of a ReLU RNN of gain 1.15", {"tanh RNN, clipped": "memory"}, do.chain(do.rebuilt(_long_relu_rnn), _long_sums), 1, "recurrence", ("initialisation", "learning rate"), True),
-    # ---- dead units, data
     Fault("fresh faults", "biases of -40 in the first layer", {UNET: "first", POINTS: "each.0"}, do.biased(-40.0), 1, "dead units", ("initialisation",), True),
     Fault("fresh faults", "a ReLU after the head, far below 0, from step 60", {HYPER: "writer.2", MIXTURE: "4"}, do.output(lambda out: torch.relu(out - 1e3), 60), 60, "dead units", ("unused",), True),
     Fault("fresh faults", "time stamps as a feature", _no(PLAIN, REG), do.inputs(_column(1.7e9)), 1, "data scale", (), True),
@@ -265,7 +259,6 @@ FRESH_FAULTS: list[Fault] = [
     Fault("fresh faults", "targets with 300 added from step 110", _no(REG, MIXTURE), do.inputs(lambda y: y + 300, 110, which=1), 110, "data change", ("data scale",), True),
     Fault("fresh faults", "rewards 1000x from step 120", _no(RETURNS), do.inputs(lambda size: 1000 * size, 120, which=2), 120, "data change", ("data scale",), True),
     Fault("fresh faults", "the same sample 32 times from step 90", _no(CONV), _blank, 90, "data change", (), False),
-    # ---- numerics
     Fault("fresh faults", "arc cosine of 1 from step 60", {REG: "2", POINTS: "all.0"}, do.output(_own_angle, 60), 60, "invalid operation", ("loss or inputs",), True),
     Fault("fresh faults", "a power of 0.5 of what a mask set to 0, from step 50", {CONV: "2", HYPER: "writer.0"}, do.output(_to_a_power, 50), 50, "invalid operation", ("loss or inputs",), True),
     Fault("fresh faults", "distances within the batch, by hand", {QUEUE: "2", MIXER: "head"}, do.output(_own_distance), 1, "invalid operation", ("loss or inputs",), True),
@@ -276,7 +269,6 @@ FRESH_FAULTS: list[Fault] = [
     Fault("fresh faults", "loss times 1e-22", _no(MIXER, POINTS), do.loss(lambda value: value * 1e-22), 1, "reduction", ("underflow",), True),
     Fault("fresh faults", "loss times 1e-22, SGD", _no(PLAIN), do.loss(lambda value: value * 1e-22), 1, "reduction", ("underflow", "zero learning rate"), True),
     Fault("fresh faults", "a backward that returns 3000x from step 120", {UNET: "down", POINTS: "each.2"}, do.backward(lambda grad: 3e3 * grad, 120), 120, "backward", ("invalid operation", "depth"), True),
-    # ---- wiring
     Fault("fresh faults", "the loss is maximised", _no(REG, PLAIN), do.loss(torch.neg), 1, "sign", (), True),
     Fault("fresh faults", "the loss is maximised from step 80", _no(UNET, POINTER), do.loss(torch.neg, 80), 80, "sign", ("data change",), True),
     Fault("fresh faults", "the loss is made of a number", _no(PLAIN, SCAN), do.loss(_by_number), 1, "unused", (), True),
@@ -290,14 +282,12 @@ FRESH_FAULTS: list[Fault] = [
     Fault("fresh faults", "an encoder without gradients", {POINTS: "each", HYPER: "writer.0"}, do.output(torch.Tensor.detach), 1, "unused", (), True),
     Fault("fresh faults", "a generator's samples detached", {"GAN": "generator"}, do.output(torch.Tensor.detach), 1, "unused", (), True),
     Fault("fresh faults", "an encoder without gradients from step 80", {UNET: "down", POINTER: "memory"}, do.at_step(lambda loop, layer: loop.model.get_submodule(layer).requires_grad_(False), 80), 80, "unused", (), False),
-    # ---- optimizer, clipping, decay
     Fault("fresh faults", "Adam's averages swapped", _no(UNET, MIXER), do.groups(betas=(0.999, 0.9)), 1, "optimizer", ("learning rate",), False),
     Fault("fresh faults", "momentum of 1.05", _no(PLAIN, NORM), do.groups(momentum=1.05, nesterov=False), 1, "optimizer", ("learning rate",), True),
     Fault("fresh faults", "decay below 0", _no(PLAIN), do.groups(weight_decay=-8.0), 1, "decay", (), True),
     Fault("fresh faults", "the embedding's decay of 60", {LAMB: "tokens", MEMORY: "tokens"}, do.chain(do.optimizer(lambda p: torch.optim.AdamW(p, lr=3e-3)), _own_decay(60.0)), 1, "decay", (), True),
     Fault("fresh faults", "each value clipped to 1e-7", _no(PLAIN), do.received(do.clip_values), 1, "clipping", ("zero learning rate",), True),
     Fault("fresh faults", "clipped to a norm of 1e-6 from step 70", _no(PLAIN, NORM), do.at_step(lambda loop, layer: setattr(loop, "clip", 1e-6), 70), 70, "clipping", ("zero learning rate",), True),
-    # ---- batch norm, attention, routing
     Fault("fresh faults", "a gain of 0 in a batch norm", {NORM: "4"}, _no_gain, 1, "initialisation", ("dead units", "batch norm", "unused", "symmetry"), True),
     Fault("fresh faults", "a temperature of 1e-4", {POINTER: "score", QUEUE: "2"}, do.output(lambda out: 1e4 * out), 1, "saturation", ("initialisation", "data scale", "attention"), True),
     Fault("fresh faults", "keys 1000x from step 80", {TWICE: "blocks.1.attention.qkv"}, do.output(lambda out: 1000 * out, 80), 80, "attention", ("saturation", "data change"), True),

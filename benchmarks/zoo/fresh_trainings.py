@@ -38,8 +38,6 @@ from .healthy_supervised import AdamW, Branches, cosine, momentum
 from .loop import Batch, Loop, descend, supervised
 from .models import Residual, Transformer, classify, conv, mlp, next_token, regress
 
-# ---- recipes
-
 
 class TrustRatio(ByParameter):
     """LAMB: Adam's update, made as long as the parameter."""
@@ -138,9 +136,6 @@ def noisy_weights() -> Loop:
             parameter.add_(2e-3 * torch.randn_like(parameter))
 
     return supervised(mlp(12, 32, 32, 4), data.blobs(), classify, optimizer=momentum, lr=0.02, after=[shake])
-
-
-# ---- objectives and data
 
 
 def mixture(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

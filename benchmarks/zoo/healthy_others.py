@@ -21,9 +21,6 @@ def _adam(model: nn.Module | Iterable[nn.Parameter], lr: float, **options: objec
     return torch.optim.Adam(parameters, lr=lr, **options)
 
 
-# ---- generative
-
-
 class VAE(nn.Module):
     """Encoder, a normal code, decoder; with `codes` a vector-quantised code, its gradient passed straight through."""
 
@@ -95,9 +92,6 @@ def warmed_beta() -> Loop:
     return loop
 
 
-# ---- adversarial
-
-
 def gan(*, kind: str = "standard", lr: float = 1e-3, batch: int = 32) -> Loop:
     """Generator and discriminator in turn."""
     act = lambda: nn.LeakyReLU(0.2)  # noqa: E731
@@ -155,9 +149,6 @@ class DomainAdversarial(nn.Module):
         return functional.cross_entropy(self.label(h), y) + functional.binary_cross_entropy_with_logits(
             self.domain(_Reversed.apply(h))[:, 0], domain
         )
-
-
-# ---- reinforcement
 
 
 def _turns(size: int) -> data.Batches:
@@ -276,9 +267,6 @@ def continuous(*, twins: int = 1, entropy: float = 0.0) -> Loop:
         return descend(actor, -(value + entropy * spread).mean())
 
     return Loop(model, _turns(32), own_loss, [critic, actor], update=update, watched=dict(model.items()))
-
-
-# ---- contrastive
 
 
 class Towers(nn.Module):

@@ -14,8 +14,6 @@ from .healthy_supervised import SGD, AdamW, Table, momentum
 from .loop import Batch, Loop, supervised
 from .models import LoRA, Recurrent, Transformer, classify, conv, mlp, next_token, regress, resnet
 
-# ---- optimizers
-
 
 def quasi_newton() -> Loop:
     """L-BFGS with a line search on the whole data; it converges, and then nothing moves."""
@@ -131,9 +129,6 @@ def _last(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(model(tokens), targets[:, -1])
 
 
-# ---- schedules
-
-
 def restarts(step: int) -> float:
     """Three cosines of 100 steps."""
     return 0.5 + 0.5 * math.cos(math.pi * ((step - 1) % 100) / 100)
@@ -151,9 +146,6 @@ def spiking() -> Loop:
         return hard(step) if step % 23 == 0 else batch(step)
 
     return supervised(mlp(8, 32, 32, 1), chosen, regress, lr=2e-3, clip=2.0, steps=300)
-
-
-# ---- precision
 
 
 def scaled_by_hand() -> Loop:
@@ -190,9 +182,6 @@ def all_in(dtype: torch.dtype) -> Loop:
     return supervised(
         mlp(8, 32, 32, 1).to(dtype), lambda step: tuple(t.to(dtype) for t in batch(step)), regress, lr=2e-3, clip=1.0
     )
-
-
-# ---- fine-tuning
 
 
 def pretrained(model: nn.Module, batch: data.Batches, steps: int = 100) -> nn.Module:
@@ -275,9 +264,6 @@ def prompted() -> Loop:
         return functional.cross_entropy(model.head(model.norm(x))[:, 4:].flatten(0, 1), targets.flatten())
 
     return supervised(model, data.sentences(4), loss, lr=1e-2, steps=150)
-
-
-# ---- curricula
 
 
 def after(first: data.Batches, second: data.Batches, at: int) -> data.Batches:

@@ -39,9 +39,6 @@ def momentum(parameters: object, lr: float) -> SGD:
     return SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
 
 
-# ---- losses
-
-
 def binary(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(model(x)[:, 0], y.float())
 
@@ -124,9 +121,6 @@ def connectionist(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
     log_p = functional.log_softmax(model(x), dim=2).transpose(0, 1)
     lengths = torch.full((len(x),), x.shape[1]), torch.full((len(x),), labels.shape[1])
     return functional.ctc_loss(log_p, labels, *lengths, zero_infinity=True)
-
-
-# ---- models of their own
 
 
 class Sine(nn.Module):

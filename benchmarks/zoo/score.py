@@ -128,9 +128,6 @@ def steps_of(recording: Recording) -> Steps:
     return [(step, loss, math.nan if bad[step] else norms[step]) for step, loss in recording.losses if step in norms]
 
 
-# ---- all of them
-
-
 def add_up(scores: Iterable[Score]) -> dict[str, Any]:
     """Return the figures of the table."""
     scores = list(scores)

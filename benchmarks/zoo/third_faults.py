@@ -27,8 +27,6 @@ HEARS, COMPANY, MASKS, DICE, CONTROL = "a decoder that hears itself ever more of
 BOLTZMANN, UNIT, CYCLE, QUANTILES, TEMPER = "Boltzmann machine", "rows of length 1", "two clouds, there and back", "Q-learning with quantiles and priorities", "soft actor-critic, three actions, its own temperature"  # fmt: skip
 TWINS, FORCES, CLAIMS, GRADES, PRODIGY = "two views, features decorrelated", "energies of molecules and their forces", "amounts claimed, gamma", "grades by cumulative logits", "a rate that finds itself"  # fmt: skip
 
-# ---- optimizers, scalers
-
 
 def _rate_of(which: int, factor: float, at: int = 1) -> do.Change:
     """One of several optimizers' rate."""
@@ -80,9 +78,6 @@ def _in_bfloat16(loop: Loop, layer: str) -> None:
     loop.model.bfloat16()
     batch = loop.batch
     loop.batch = lambda step: tuple(part.bfloat16() if part.is_floating_point() else part for part in batch(step))
-
-
-# ---- losses
 
 
 def _hazards_by_hand(model: nn.Module, x: Tensor, time: Tensor, event: Tensor) -> Tensor:
@@ -141,9 +136,6 @@ def _forbidden(loop: Loop, layer: str) -> None:
     forbidden = torch.zeros(32, 3, dtype=torch.bool)
     forbidden[:16, 0] = True
     loop.loss = lambda logits: logits.masked_fill(forbidden & (now[0] >= 70), -math.inf).log_softmax(dim=1)
-
-
-# ---- layers and functions
 
 
 def _each_to_itself(atoms: Tensor) -> Tensor:
@@ -217,9 +209,6 @@ def _element(value: float) -> do.Change:
     return change
 
 
-# ---- wiring
-
-
 def _average_put_back(loop: Loop, layer: str) -> None:
     average = copy.deepcopy(loop.model)
 
@@ -238,9 +227,6 @@ def _start_put_back(loop: Loop, layer: str) -> None:
 
 def _still_teacher(loop: Loop, layer: str) -> None:
     loop.after.clear()
-
-
-# ---- data
 
 
 def _column(value: float, rows: int | None = None) -> do.Transform:
@@ -265,7 +251,6 @@ def _shuffled(y: Tensor) -> Tensor:
 
 # (name, training, layer, change, first bad step, cause, also, decidable)
 _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] = [
-    # ---- rates and schedules
     ("the small run's rate 30x, no warm-up", GPT, "", do.chain(do.fields(schedule=None), do.learning_rate(30)), 1, "learning rate", (), True),
     ("a rate of 0.3, from plain descent, for Adam", MASKS, "", do.chain(do.fields(schedule=None), do.learning_rate(50)), 1, "learning rate", (), True),
     ("Adam, and the rate of 20 is kept", LSTM, "", do.optimizer(lambda p: torch.optim.Adam(p, lr=20.0)), 1, "learning rate", (), True),  # type: ignore[arg-type]
@@ -280,7 +265,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] 
     ("the critics' rate 1000x from step 80", TEMPER, "critics", _rate_of(0, 1000.0, 80), 80, "learning rate", (), True),
     ("a tenth whenever the accuracy does not fall: each 15 steps", WORLD, "", do.learning_rate(lambda step: 0.1 ** (step // 15)), 60, "zero learning rate", ("schedule",), True),
     ("the estimate of the distance begins at 1,000", PRODIGY, "", do.groups(d=1000.0), 1, "learning rate", ("optimizer",), True),
-    # ---- the optimizer, clipping, scaling
     ("squares stored in float16", FREE, "", _half_squares, 1, "optimizer", ("underflow", "overflow", "learning rate"), True),
     ("eps of 1e8 instead of 1e-8", TEMPER, "", do.groups(eps=1e8), 1, "optimizer", ("zero learning rate", "no step"), True),
     ("momentum of 0.999", GATES, "", do.groups(momentum=0.999), 1, "learning rate", ("optimizer",), True),
@@ -297,7 +281,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] 
     ("the twelfth power of nanometres in float16", FORCES, "", _model(far=_twelfth_power), 1, "overflow", ("invalid operation", "loss or inputs"), True),
     ("model.half() and Adam", EQUATION, "", do.halved, 1, "optimizer", ("overflow", "underflow"), True),
     ("bfloat16, and a rate that it rounds away", CLAIMS, "", do.chain(_in_bfloat16, do.learning_rate(1e-3)), 1, "zero learning rate", ("no step", "underflow", "optimizer"), True),
-    # ---- losses
     ("the ends weigh 1,000,000", EQUATION, "", _loss(_weighted_ends), 1, "data scale", ("learning rate", "reduction"), False),
     ("summed over the batch, plain descent", COMPANY, "", do.loss(lambda value: 64 * value), 1, "data scale", ("learning rate", "reduction"), True),
     ("exp and log by hand, and other units at step 90", SURVIVAL, "", _loss(_hazards_by_hand, do.inputs(lambda x: 1000 * x, 90, 91)), 90, "overflow", ("invalid operation", "loss or inputs", "bad batch"), True),
@@ -314,7 +297,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] 
     ("divided by the tokens of the whole corpus", MASKS, "", do.loss(lambda value: value / 1e9), 1, "reduction", ("underflow", "zero learning rate"), True),
     ("the likelihood is minimised", SURVIVAL, "", do.loss(torch.neg), 1, "sign", (), True),
     ("the likelihood is minimised from step 60", CLAIMS, "", do.loss(torch.neg, 60), 60, "sign", ("data change",), True),
-    # ---- layers and functions
     ("a state in which nothing is allowed at step 60", ATOMS, "0.4", do.output(_nothing_allowed, 60, 61), 60, "invalid operation", ("loss or inputs", "bad batch", "attention"), True),
     ("a source of padding alone at step 50", HEARS, "", _padded_source, 50, "attention", ("invalid operation", "loss or inputs", "bad batch"), True),
     ("the root of a change of what rests from step 40", WORLD, "encoder", do.output(_change_at_rest, 40), 40, "invalid operation", ("loss or inputs",), True),
@@ -325,7 +307,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] 
     ("queries merged twice, 300x, at step 60", MASKS, "layers.0.attention.q", do.at_step(do.scaled(300.0), 60), 60, "attention", ("bad parameter", "saturation", "initialisation"), True),
     ("one weight of the file is Inf at step 60", GPT, "blocks.1.mlp.0", do.at_step(_element(math.inf), 60), 60, "bad parameter", (), True),
     ("one weight of two files' average is NaN at step 60", MASKS, "layers.0.inner.2", do.at_step(_element(math.nan), 60), 60, "bad parameter", (), True),
-    # ---- wiring
     ("zero_grad() after the last of four batches", GPT, "", do.received(do.zero_gradients), 1, "zeroed", (), True),
     ("the generators' gradients are never reset", CYCLE, "", do.fields(zeroes=False), 2, "zero_grad", (), True),
     ("the generator's samples are detached for both", RIVALS, "generator", do.output(Tensor.detach), 1, "unused", (), True),
@@ -338,7 +319,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] 
     ("eval() is never left after step 40", DICE, "", do.at_step(lambda loop, layer: loop.model.eval() and None, 40), 40, "batch norm", (), False),
     ("the slope without a graph", EQUATION, "", _loss(_without_graph), 1, "unused", (), False),
     ("a discount of 9 instead of 0.9", TEMPER, "critics", do.inputs(lambda discount: 10 * discount, which=1), 1, "data scale", ("data change", "learning rate"), True),
-    # ---- weights at the start
     ("biases of -25 before a ReLU", ATOMS, "0.0", do.biased(-25.0), 1, "dead units", ("initialisation",), True),
     ("an embedding of size 50", HEARS, "tokens", do.scaled(50.0), 1, "initialisation", ("saturation", "recurrence", "data scale"), True),
     ("recurrent weights between -5 and 5", LSTM, "memory", _uniform(-5.0, 5.0), 1, "recurrence", ("initialisation", "saturation"), True),
@@ -349,7 +329,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...], bool]] 
     ("weights of all layers 30x", CLAIMS, "", do.scaled(30.0, every=True), 1, "initialisation", ("saturation", "depth"), True),
     ("the gates begin at 10", GATES, "", _wide_gates, 1, "depth", ("initialisation",), True),
     ("the copy begins at 0 as well", CONTROL, "copy", do.scaled(0.0, bias=0.0), 1, "symmetry", ("initialisation", "unused", "dead units"), True),
-    # ---- data
     ("seconds since 1970 as a column", SURVIVAL, "", do.inputs(_column(1.7e9)), 1, "data scale", (), True),
     ("two atoms in one place at step 60", FORCES, "", do.inputs(_one_place, 60, 61), 60, "bad batch", ("overflow", "invalid operation", "loss or inputs", "data scale"), True),
     ("an age that is missing (NaN) at step 70", SURVIVAL, "", do.inputs(do.first_sample(math.nan), 70, 71), 70, "bad batch", ("loss or inputs",), True),

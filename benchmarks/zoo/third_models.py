@@ -14,8 +14,6 @@ from .another_models import Layer
 from .loop import Batch
 from .models import mlp
 
-# ---- words
-
 
 class Carried(nn.Module):
     """A language model whose state goes on from batch to batch, cut from the graph in between."""
@@ -147,9 +145,6 @@ def unmasked(model: nn.Module, tokens: Tensor) -> Tensor:
     return (masked * own / level).mean()
 
 
-# ---- pictures
-
-
 class Centres(nn.Module):
     """A heat map of where things are, and how large they are there."""
 
@@ -254,9 +249,6 @@ class Controlled(nn.Module):
             helped = self.copy[2 * index + 1](self.copy[2 * index](helped))
             own = own + zero(helped)
         return self.frozen[4](own)
-
-
-# ---- what is drawn
 
 
 class Bits(nn.Module):

@@ -28,9 +28,6 @@ def follow(copied: nn.Module, model: nn.Module, share: float) -> None:
         mine.lerp_(theirs, share)
 
 
-# ---- words
-
-
 def small_gpt() -> Loop:
     """Decay on matrices alone, four batches per step, warm-up and cosine, all clipped to 1."""
     model = Transformer(depth=3)
@@ -62,9 +59,6 @@ def placed() -> Loop:
 
     loop.before.append(normalise)
     return loop
-
-
-# ---- pictures and classes
 
 
 def unit_rows() -> Loop:
@@ -103,9 +97,6 @@ def controlled() -> Loop:
 
     loss = lambda model, x, hint, y: functional.cross_entropy(model(x, hint), y)  # noqa: E731
     return supervised(made.Controlled(model), hinted, loss, optimizer=AdamW, lr=5e-3, steps=200)
-
-
-# ---- what is drawn
 
 
 def leveled() -> Loop:
@@ -158,9 +149,6 @@ def there_and_back() -> Loop:
 
     first, second = data.points(64, modes=4), data.points(64, modes=3)
     return Loop(model, lambda step: (*first(step), *second(step)), own_loss, [moved, judged], update=update)
-
-
-# ---- control
 
 
 def moved(state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,9 +242,6 @@ def tempered() -> Loop:
     return Loop(model, lambda _: (torch.randn(32, 6), torch.tensor(0.9)), loss, [judging, acting], update=update)
 
 
-# ---- without labels
-
-
 def taught_by_itself() -> Loop:
     """A teacher that follows the student, whose words are centred and sharpened."""
     model = nn.Sequential(mlp(12, 32, 16), nn.Linear(16, 24))
@@ -285,9 +270,6 @@ def decorrelated(model: nn.Module, a: Tensor, b: Tensor, _: Tensor) -> Tensor:
     one, other = ((part - part.mean(dim=0)) / part.std(dim=0) for part in (one, other))
     both = one.T @ other / len(a)
     return (both.diagonal() - 1).square().sum() + 0.02 * (both.square().sum() - both.diagonal().square().sum())
-
-
-# ---- optimizers
 
 
 class ScheduleFree(torch.optim.Optimizer):

@@ -18,8 +18,6 @@ from .healthy_supervised import AdamW, Table, cosine, momentum
 from .loop import Batch, Loop, supervised
 from .models import mlp, regress
 
-# ---- healthy
-
 
 class Citations(nn.Module):
     """Nodes of a random graph, classified from their own and their neighbours' words; few nodes are labelled."""
@@ -241,8 +239,6 @@ UNSEEN: Table = {
         "differential equation": lambda: supervised(mlp(1, 24, 24, 1, act=nn.Tanh), lambda _: (4 * torch.rand(32, 1),), physics, lr=5e-3),
     }
 }  # fmt: skip
-
-# ---- faults
 
 
 class _Tenfold(nn.Module):
