@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -293,8 +294,8 @@ def test_updates_that_do_not_arrive_are_told_of_one_parameter_and_of_all(change,
 
 
 def test_what_does_not_change_over_many_steps_need_not_be_seen_in_as_many_samples():
-    weights = [{"a": np.ones(9), "b": np.full(9, 1 + 1e-2 * step)} for step in range(5)]
-    grads = {name: np.full(9, 0.3) for name in "ab"}  # not representable in half precision
+    weights = [{"a": np.ones(100), "b": np.full(100, 1 + 1e-2 * step)} for step in range(5)]
+    grads = {name: np.full(100, 0.3) for name in "ab"}  # not representable in half precision
     samples = [sample_of(grads, step=1 + 20 * place, parameters=one) for place, one in enumerate(weights)]
     seen = replace(together(samples), metrics={keys.LEARNING_RATE: np.full(5, 1e-2)})
     assert [alert.step for alert in UnchangedParameters().check(seen)] == [61, 81]
@@ -306,3 +307,28 @@ def test_weights_that_explode_make_no_learning_rate_too_small():
         sample_of({"a": np.ones(9)}, step=s, parameters={"a": np.full(9, one)}) for s, one in enumerate(norms, 1)
     ]
     assert not list(UnchangedParameters().check(replace(together(samples), metrics={keys.LEARNING_RATE: np.ones(70)})))
+
+
+def test_a_clamped_scale_may_stay_where_it_is():
+    """CLIP clamps the logarithm of its temperature to ln(100), and its gradient goes on pushing it there."""
+
+    def sample(step: int) -> Snapshot:
+        parameters = {"logit_scale": np.array([math.log(100)]), "fc.weight": np.full(300, 1 + 1e-3 * step)}
+        gradients = {"logit_scale": np.array([0.3]), "fc.weight": np.full(300, 0.3)}
+        return sample_of(gradients, step=step, parameters=parameters)
+
+    samples = together([sample(step) for step in range(1, 80)])
+    samples = replace(samples, metrics={keys.LEARNING_RATE: np.full(79, 1e-2)})
+    assert not list(UnchangedParameters().check(samples))
+
+
+def test_a_learning_rate_of_0_is_told_although_the_first_one_was_not_read():
+    samples = together(
+        [
+            sample_of({"a": np.full(300, 0.3)}, step=step, parameters={"a": np.full(300, 1 + 1e-9 * step)})
+            for step in range(1, 80)  # rounding changes single bits
+        ]
+    )
+    rates = np.array([math.nan, *[0.0] * 78])
+    first = next(iter(UnchangedParameters().check(replace(samples, metrics={keys.LEARNING_RATE: rates}))))
+    assert first.step == 26

@@ -16,6 +16,7 @@ from ..snapshot._shapes import group_function
 
 # A bias's gradient below this share of the weight's is rounding: a later normalisation cancels the bias.
 _ROUNDING = 1e-5
+MIN_WEIGHTS = 64  # fewer elements are a scale or a temperature, which may be clamped, and no layer's weights
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,7 @@ class Sampler(StepListener, ScaleListener):
             self._schedule.ranks = RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0)
         if self.parts.probes.look_inside:
             self._hooks.tell_arrivals(())
-        self.parts.hook_sync.scan()
-        self.parts.wiring.begins()
+        self.parts.wiring.begins(self.parts.hook_sync.scan())
         self._sample.begin()
         SCALES.subscribe(self)
         CLIP_FUNCTIONS.subscribe(self._sample)

@@ -6,7 +6,7 @@ The faults: parameters that no optimizer holds, an optimizer that holds other te
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Final
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._runtime.autograd import Entry
 from .._runtime.notices import Notice, Notices
 from ..snapshot import keys
 from .gradient_versions import state_of, version_of
@@ -73,7 +74,7 @@ class Wiring:
         self._samples_since_scan = _SCAN_EVERY
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
-        self._versions_at_first: dict[int, int] = {}  # slot -> version of the parameter when watch() was called
+        self._versions_at_begin: dict[int, int] = {}  # slot -> version of the parameter when watch() was called
 
     def take(self) -> dict[str, Tensor]:
         """Return the facts found since the last call, by key, as 0-dim tensors on any device. Does not wait."""
@@ -175,13 +176,13 @@ class Wiring:
                     self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
             self._unowned = {}
 
-    def begins(self) -> None:
-        """Record the parameters' versions when watching begins."""
-        self._versions_at_first = {slot: version_of(parameter) for slot, parameter in self._parameter_registry.scan()}
+    def begins(self, entries: Iterable[Entry]) -> None:
+        """Record the versions of the parameters that are watched from now on."""
+        self._versions_at_begin = {slot: version_of(parameter) for slot, parameter in entries}
 
     def nothing_was_seen(self) -> None:
         """Send a message if parameters are written to although neither a step nor a gradient was seen."""
-        writes = (version_of(p) - self._versions_at_first.get(slot, 0) for slot, p in self._parameter_registry.scan())
+        writes = (version_of(p) - self._versions_at_begin.get(slot, 0) for slot, p in self._parameter_registry.scan())
         if max(writes, default=0) >= _PATIENCE_IN_WRITES:
             self._notices.say(
                 "nothing seen",

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import clip_advice, listing, number, worst_first
-from .._analysis.layers import initial_gains, input_scale, weights_beside_biases
+from .._analysis.layers import MIN_WEIGHTS, initial_gains, input_scale, weights_beside_biases
 from .._analysis.memory import PerName
 from .._analysis.movement import Movement, Update, small_squares
 from .._measure.columns import Column, FloatArray
@@ -33,7 +33,6 @@ _MANY: Final = 5  # number of weights from which half of a weight's limit holds 
 _AT_ONCE: Final = math.log(2.0)  # change of a log norm by one update
 _OF_LAST: Final = 5  # number of updates of which two have to be too large: a single one may be a bad batch
 _TOGETHER: Final = 10  # number of updates whose changes are added up
-_MIN_WEIGHTS: Final = 64  # fewer elements are a scale or a temperature, not a layer's weights
 _CAUSE: Final = (
     "not clear: either a learning rate that is too high, or a large scale of the inputs, targets or loss; the size of "
     "the loss at the first step tells them apart"
@@ -101,7 +100,7 @@ class PoorInitialisation(ShippedRule):
         rms_P = snapshot.param_norm[sample] / np.sqrt(snapshot.num_elements[sample])
         limits = {name: self.max_recurrent_gain if "weight_hh" in name else self.max_gain for name in gains}
         large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > limits[name]]
-        many_P = snapshot.num_elements[sample] >= _MIN_WEIGHTS
+        many_P = snapshot.num_elements[sample] >= MIN_WEIGHTS
         large += [f"{name} {number(rms)}" for name, rms, many in zip(snapshot.names, rms_P, many_P, strict=True)
                   if rms > self.max_rms and name not in gains and many]  # fmt: skip
         if large:
@@ -233,7 +232,7 @@ class FastParameters(ShippedRule):
                 last = np.array(list(self._recent)[-_SHRINK_SAMPLES:])[:, :-1]
                 shrinks_P = (last.max(axis=0) < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
                 # A decay shrinks most weights. The loss may shrink single ones, but does not halve them so quickly.
-                num_weights = np.count_nonzero(_are_weights(snapshot.names) & (size_P >= _MIN_WEIGHTS))
+                num_weights = np.count_nonzero(_are_weights(snapshot.names) & (size_P >= MIN_WEIGHTS))
                 if 2 * np.count_nonzero(shrinks_P) <= num_weights:
                     shrinks_P &= last.sum(axis=0) < -_AT_ONCE
                 shrinking = np.flatnonzero(shrinks_P)
@@ -366,7 +365,7 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
         size = float(snapshot.num_elements[sample, place])
         rms = math.sqrt(float(snapshot.column(Column.PARAM_SUM_SQ)[sample, place]) / size)
         is_exact = abs(rms - float(np.float32(rms))) < _EXACT * rms
-        if is_exact and size >= _MIN_WEIGHTS and abs(gain - 1.0) > 1e-3:
+        if is_exact and size >= MIN_WEIGHTS and abs(gain - 1.0) > 1e-3:
             found.append(name)
     return found
 
@@ -374,7 +373,7 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> FloatArray | None:
     """Return each weight's change of log norm per step, 0 if unknown, then that of all, doubled if many: [P + 1]."""
     before_P, now_P, *_, num_steps = update
-    known_P = _are_weights(names) & (size_P >= _MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
+    known_P = _are_weights(names) & (size_P >= MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
     if num_steps < 1 or not np.count_nonzero(known_P):
         return None
     before, now = np.add.reduce(before_P), np.add.reduce(now_P)

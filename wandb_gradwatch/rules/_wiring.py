@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import listing, number
-from .._analysis.layers import are_half_precision
+from .._analysis.layers import MIN_WEIGHTS, are_half_precision
 from .._analysis.memory import Streaks
 from .._analysis.movement import Movement, Update
 from .._measure.columns import Column
@@ -96,9 +96,10 @@ class UnchangedParameters(ShippedRule):
     Convergence raises no alert: its gradients are a small part of the largest ones so far, as those of L-BFGS, which
     had 79 samples without a change.
 
-    The alert covers three faults: no parameter changes by a single bit; one parameter does not, while others do; or all
-    change by less than a thousandth of the updates that the learning rate and the received gradients imply. The last
-    two leave out parameters in half precision, whose updates are often smaller than the distance to the next number.
+    The alert covers three faults: no parameter changes by a single bit; one of 64 elements or more does not, while
+    others do (a smaller one may be clamped, as CLIP's temperature is); or all change by less than a thousandth of the
+    updates that the learning rate and the received gradients imply. The last two leave out parameters in half
+    precision, whose updates are often smaller than the distance to the next number.
 
     Args:
         patience: number of steps without any change, at a learning rate that can change parameters, that raises the
@@ -146,10 +147,10 @@ class UnchangedParameters(ShippedRule):
             # An update is at most the rate times the gradient (SGD), or the rate in each element (Adam).
             longest = abs(rate) * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
             is_nothing = longest < _NOTHING * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]) and abs(rate) < self._rate
-            if not is_nothing:
-                self._rate = abs(rate)
             if is_nothing:
                 self._able = sample.step
+            elif not math.isnan(rate):
+                self._rate = abs(rate)
             self._num_nothing = self._num_nothing + 1 if is_nothing and norm > _CONVERGED * self._largest else 0
             if not (self._num_nothing and self._felt):
                 self._felt = sample.step
@@ -192,7 +193,8 @@ class UnchangedParameters(ShippedRule):
         elif num_still:
             # A parameter that is equal in two samples has not changed at the steps between them.
             needed = max(_LEAST_SAMPLES, math.ceil(self.zero_patience / update.num_steps))
-            still_P = self._still.last(names, still_P & visible_P, needed, ~np.isnan(received_P))
+            still_P &= visible_P & (size_P >= MIN_WEIGHTS)
+            still_P = self._still.last(names, still_P, needed, ~np.isnan(received_P))
             if still_P.any():
                 yield self._still_alert(sample.step, [names[p] for p in np.flatnonzero(still_P)])
 
@@ -212,8 +214,8 @@ class UnchangedParameters(ShippedRule):
 
     def _still_alert(self, step: int, names: list[str]) -> Alert:
         fact = (
-            f"Step {step}: {len(names)} parameters have not changed by a single bit in sample after sample, although "
-            "they have a gradient and others change."
+            f"Step {step}: parameters have not changed by a single bit in sample after sample, although they have a "
+            "gradient and others change."
         )
         cause = (
             "not clear: either a learning rate of 0 in the group of these parameters, or something that undoes their "
