@@ -25,7 +25,7 @@ from .._measure.measure import measure, measure_received
 from .._runtime.autograd import Entry
 from .._runtime.error_boundary import CallbackError
 from .._runtime.notices import CannotWatchError
-from .._runtime.sharding import local_gradient, local_part
+from .._runtime.sharding import Shards, local_gradient, local_part
 from .._transfer.sample_buffer import SampleBuffer
 from .gradient_versions import GradientVersions
 from .optimizer_registry import OptimizerRegistry
@@ -229,7 +229,13 @@ class Measurer:
         self.eps = max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def watched(
-        self, entries: Iterable[Entry], names: Sequence[str], scaled: bool, updated_by: Optimizer | None = None
+        self,
+        entries: Iterable[Entry],
+        names: Sequence[str],
+        shards: Shards,
+        *,
+        scaled: bool,
+        updated_by: Optimizer | None = None,
     ) -> list[WatchedTensor]:
         """Return the entries in the form that probes receive."""
         tensors = []
@@ -243,7 +249,8 @@ class Measurer:
                     None if gradient is None else local_gradient(parameter).detach(),
                     None if scale is None else scale.reciprocal(),
                     updated_by,
-                    None if updated_by is None else parameter,
+                    parameter,
+                    shards.is_whole(parameter),
                 )
             )
         return tensors

@@ -85,7 +85,8 @@ class OpenSample(ClipListener):
         if self._parts.probes and schedule.is_sampled:
             if received_by is not None:
                 scaled = getattr(received_by, "grad_scale", None) is not None
-            tensors = self._measurer.watched(present, self._parts.registry.names, scaled)
+            names, shards = self._parts.registry.names, self._parts.shards
+            tensors = self._measurer.watched(present, names, shards, scaled=scaled)
             self._parts.probes.tell(Probe.gradients_ready, tensors)
 
     @contained
@@ -295,7 +296,9 @@ class OpenSample(ClipListener):
         if parts.probes and parts.schedule.is_sampled:
             entries = parts.registry.scan() if optimizer is None else parts.optimizers.entries(optimizer)
             scaled = getattr(optimizer, "grad_scale", None) is not None  # by a fused optimizer itself
-            parts.probes.tell(moment, self._measurer.watched(entries, parts.registry.names, scaled, optimizer))
+            names = parts.registry.names
+            told = self._measurer.watched(entries, names, parts.shards, scaled=scaled, updated_by=optimizer)
+            parts.probes.tell(moment, told)
 
     def before_unscale(self, optimizer: Optimizer) -> None:
         """Measure what was not measured before a scaler divides this optimizer's gradients in place."""

@@ -34,7 +34,8 @@ class WatchedTensor:
     # 0-dim: the true gradient is `gradient * inverse_scale`; None without a loss scale
     inverse_scale: Tensor | None = None
     optimizer: Optimizer | None = None  # the optimizer that is about to update or has updated it; None after a backward
-    held: Tensor | None = None  # the parameter as the optimizer holds it: the key of the optimizer's state
+    held: Tensor | None = None  # the parameter as the model and the optimizer hold it: the key of the optimizer's state
+    is_whole: bool = True  # False: sharded
 
 
 class Probe:
@@ -59,7 +60,7 @@ class Probe:
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         """A gradient has been accumulated inside a measured backward, and is not averaged over ranks yet.
 
-        Called only if the probe `needs_ranks`.
+        Called only if the probe `needs_ranks`, and not for sharded parameters.
         """
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry, backward_root, current_graph_task
 from .._runtime.error_boundary import ErrorBoundary, contained
-from .._runtime.sharding import local_part, rank, rank_store, world_size
+from .._runtime.sharding import rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
 from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
@@ -105,13 +105,13 @@ class Sampler(StepListener, ScaleListener):
             return
         if self._by_hand.inside_backward and self.parts.is_measured:
             self._sample.measure_inside(slot, parameter)
-        if self.parts.probes.look_inside and self._schedule.is_sampled:
+        if self.parts.probes.look_inside and self._schedule.is_sampled and self.parts.shards.is_whole(parameter):
             self._gradient_arrived(slot, parameter.grad)
 
     @contained
     def _gradient_arrived(self, slot: int, gradient: Tensor) -> None:
         name = self.parts.registry.names[slot]
-        self.parts.probes.tell(Probe.gradient_arrived, name, local_part(gradient).detach())
+        self.parts.probes.tell(Probe.gradient_arrived, name, gradient.detach())
 
     @contained
     def _backward_begins(self, has_accumulated: bool) -> None:

@@ -107,6 +107,10 @@ class Shards:
                 self._shares[slot] = frozenset(range(world_size())), flat[id(parameter)]
         self.any |= bool(self._shares)
 
+    def is_whole(self, parameter: Tensor) -> bool:
+        """Whether this rank holds all of a parameter."""
+        return not self.uses_fsdp1 and local_part(parameter) is parameter
+
     def split(self, ranks_P: Sequence[frozenset[int]]) -> bool:
         """Record that ranks have different parameters: for each of this rank's parameters, the ranks that have it.
 

@@ -18,7 +18,7 @@ from .._runtime.sharding import local_part
 from ..snapshot import keys
 from ._forward_hooks import ForwardHook, ModuleIndex, chosen_by, logger, matcher
 from ._metric import Metric, Tally
-from ._module_probe import ForwardProbe, ParameterProbe, ProbeShards
+from ._module_probe import ForwardProbe, Layout, ParameterProbe
 from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
 
 # The metric names of the distances; a user's function may not take them.
@@ -65,12 +65,11 @@ class Updates(ParameterProbe):
             )
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if self._is_due:
-            self._befores.keep(tensor for tensor in tensors if self._matches(tensor.name))
+        self._befores.keep(tensor for tensor in tensors if self._matches(tensor.name))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        for name, change, before in self._befores.changes(tensors):
-            self._found[f"{keys.UPDATE}/{name}"] = ProbeSums(sum_sq([change, before]), _CHANGE, name)
+        for tensor, change, before in self._befores.changes(tensors):
+            self._found[f"{keys.UPDATE}/{tensor.name}"] = ProbeSums(sum_sq([change, before]), _CHANGE, tensor.name)
 
 
 class Reference(ForwardProbe):
@@ -156,9 +155,8 @@ class Reference(ForwardProbe):
     def bind(self, models: ModuleIndex) -> None:
         for prefix, model in models.alive():
             self._prefix, models_of = prefix, ModuleIndex([(prefix, model)])
-            self._shards = ProbeShards(models_of)
             shapes = _shapes_of(model)
-            if shapes.keys() == self._shapes.keys() if self._shards.uses_fsdp1 else shapes == self._shapes:
+            if shapes.keys() == self._shapes.keys() if models_of.uses_fsdp1 else shapes == self._shapes:
                 break
         else:
             raise ValueError("Reference(): the model that it was made of is not watched here; pass the same model")
@@ -211,18 +209,18 @@ class Reference(ForwardProbe):
         self._outputs = {}
 
     def _compare_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._shards.look()
         for watched in tensors:
             name = watched.name
             of_reference = self._frozen.get(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else None
             if of_reference is None or name in self._parameters_done or not self._matches(name):
                 continue
             self._parameters_done.add(name)
-            whole = local_part(of_reference).detach()
-            reference = self._shards.part(name, whole, needed_by="distances to a reference")
-            if reference is None:
+            layout = Layout.of(watched)
+            if layout is None and not self.gets_whole(watched, needed_by="distances to a reference"):
                 continue
-            has_functions = self._functions and self._shards.is_whole(name, needed_by="functions of differences")
+            whole = local_part(of_reference).detach()
+            reference = whole if layout is None else layout.part(whole)
+            has_functions = self._functions and self.gets_whole(watched, needed_by="functions of differences")
             functions = self._functions if has_functions else {}
             self._compare(f"{keys.PARAMETER}/{name}", watched.parameter, reference, functions, pending=False)
 

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from .._capture.parameter_registry import NameFilter, name_predicate
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
+from .._runtime.sharding import has_fsdp1
 from .._runtime.wrappers import TransientHook, named_modules, named_tensors
 from ._rows import Dims
 
@@ -55,6 +56,11 @@ class ModuleIndex:
 
     def alive(self) -> list[tuple[str, nn.Module]]:
         return [(prefix, model) for prefix, reference in self._models if (model := reference()) is not None]
+
+    @property
+    def uses_fsdp1(self) -> bool:
+        """Whether parameters are views of FSDP1's flat parameters, whose layout only FSDP1 has."""
+        return has_fsdp1([model for _, model in self.alive()])
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Return every module once, with its name; a wrapper precedes the module that it wraps, under the same name."""

@@ -16,10 +16,11 @@ from .._capture.parameter_registry import NameFilter, with_prefixes
 from .._capture.probes import Probe, WatchedTensor
 from .._interruptions import raise_interruption
 from .._measure.elements import wide_dtype
+from .._runtime.sharding import local_part
 from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall, ModuleIndex, chosen_by, hands_over, logger, matcher
-from ._module_probe import Befores, ForwardProbe, ModuleProbe, ProbeShards
+from ._module_probe import Befores, ForwardProbe, ModuleProbe
 from ._rows import (
     Dims,
     Store,
@@ -240,14 +241,13 @@ class FunctionMetrics(ForwardProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         """Try each metric once on the smallest matching tensor, if there is one with elements that is not sharded."""
-        self._shards = ProbeShards(models)
-        self._shards.look()
+        is_flat = models.uses_fsdp1
         parameters = {n: p for n, p in models.watched_parameters().items() if p.is_floating_point() or p.is_complex()}
         modules = dict(models.modules())
         for metric in self._metrics:
             if metric.on != keys.ACTIVATION:
                 chosen = chosen_by(metric.matches, parameters, owner=str(metric), match=metric.match, what="parameter")
-                self._try_out(metric, {name: parameters[name] for name in chosen})
+                self._try_out(metric, {} if is_flat else {name: parameters[name] for name in chosen})
             # Tensors that modules log themselves are unknown before the forward, so a match cannot be checked.
             elif not any(map(hands_over, modules.values())):
                 chosen_by(metric.matches, modules, owner=str(metric), match=metric.match, what="module")
@@ -255,7 +255,7 @@ class FunctionMetrics(ForwardProbe):
             self.tap_into(models)
 
     def _try_out(self, metric: Metric, chosen: Mapping[str, Tensor]) -> None:
-        there = [(name, t) for name, t in chosen.items() if t.numel() and not t.is_meta and self._shards.is_whole(name)]
+        there = [(name, t) for name, t in chosen.items() if t.numel() and not t.is_meta and local_part(t) is t]
         if not there:
             return
         name, example = min(there, key=lambda one: one[1].numel())
@@ -294,19 +294,19 @@ class FunctionMetrics(ForwardProbe):
         super().gradients_ready(tensors)
         self._apply_to_parameters(tensors)
         for watched in tensors:
-            if watched.gradient is not None and self._measures(keys.GRADIENT, watched.name):
+            if watched.gradient is not None and self._measures(keys.GRADIENT, watched):
                 gradient = without_scale(dense(watched.gradient), watched.inverse_scale)
                 self._apply(keys.GRADIENT, watched.name, gradient)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().before_update(tensors)
         self._apply_to_parameters(tensors)
-        self._befores.keep(tensor for tensor in tensors if self._measures(keys.UPDATE, tensor.name))
+        self._befores.keep(tensor for tensor in tensors if self._measures(keys.UPDATE, tensor))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().after_update(tensors)
-        for name, change, _ in self._befores.changes(tensors):
-            self._apply(keys.UPDATE, name, change)
+        for tensor, change, _ in self._befores.changes(tensors):
+            self._apply(keys.UPDATE, tensor.name, change)
 
     def take(self) -> Mapping[str, Tensor]:
         taken = {}
@@ -318,16 +318,15 @@ class FunctionMetrics(ForwardProbe):
                 self._drop(metric, f"values of {metric.on} {name!r}", error)
         return taken
 
-    def _measures(self, on: str, name: str) -> bool:
+    def _measures(self, on: str, tensor: WatchedTensor) -> bool:
         """Return whether a metric due in this sample matches this parameter, and the parameter is not sharded."""
-        if not any(metric.on == on and metric.matches(name) for metric in self._now):
+        if not any(metric.on == on and metric.matches(tensor.name) for metric in self._now):
             return False
-        return self._shards.is_whole(name, needed_by="metrics of parameters, gradients and updates")
+        return self.gets_whole(tensor, needed_by="metrics of parameters, gradients and updates")
 
     def _apply_to_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._shards.look()
         for watched in tensors:
-            if self._measures(keys.PARAMETER, watched.name):
+            if self._measures(keys.PARAMETER, watched):
                 self._apply(keys.PARAMETER, watched.name, watched.parameter)
 
     def _apply(self, on: str, name: str, tensor: Tensor, *, also_called: str = "") -> None:

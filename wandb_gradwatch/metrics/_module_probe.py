@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, Probe, WatchedTensor
 from .._measure.elements import onto
-from .._runtime.sharding import has_fsdp1, local_part, world_size
+from .._runtime.sharding import local_part, world_size
 from ..rules import Rule
 from ._forward_hooks import ROOT, ForwardHook, ModuleIndex, chosen_by, logger, matcher
 from ._rows import Dims, Store, dense, square_of, widened
@@ -53,6 +53,17 @@ class ModuleProbe(Probe):
             self._said |= {what}
             logger.warning(f"wandb_gradwatch: %r {what}", self, *args)
 
+    def gets_whole(self, tensor: WatchedTensor, *, needed_by: str) -> bool:
+        """Return whether the whole parameter is on this rank; if not, warn once that `needed_by` is left out."""
+        if not tensor.is_whole:
+            self.say_once(
+                f"has found that parameters are sharded, %r among them, and this rank holds only a part of each: "
+                f"{needed_by} are left out for them. Updates() and the norms of gradients are those of the whole "
+                "parameters.",
+                tensor.name,
+            )
+        return tensor.is_whole
+
     def bind(self, models: ModuleIndex) -> None:
         """Called once by watch(), before any hook exists: check the arguments against the models, and raise errors."""
 
@@ -67,70 +78,37 @@ class Layout:
     cuts: tuple[tuple[int, int, int], ...]  # dimension, number of chunks, index of this rank's chunk
     num_ranks: int
 
+    @classmethod
+    def of(cls, tensor: WatchedTensor) -> Layout | None:
+        """Return the layout of a DTensor, with its cuts in the order of the mesh, as `distribute_tensor` makes them.
+
+        None for any other: whole, flat (FSDP1), interleaved (two kinds of parallelism on one dimension), or not on this
+        rank.
+        """
+        parameter: Any = tensor.held
+        if tensor.is_whole or local_part(parameter) is parameter:
+            return None
+        mesh, placements = parameter.device_mesh, parameter.placements
+        coordinate = mesh.get_coordinate()
+        kinds = {"Replicate" if placement.is_replicate() else type(placement).__name__ for placement in placements}
+        if coordinate is None or not kinds <= {"Replicate", "Shard"}:
+            return None
+        parts = zip(placements, mesh.shape, coordinate, strict=True)
+        cuts = ((placement.dim, size, index) for placement, size, index in parts if not placement.is_replicate())
+        return cls(tuple(cuts), mesh.size())
+
     @property
     def num_replicas(self) -> int:
         """The number of ranks that hold the same shard."""
         return self.num_ranks // math.prod(size for _, size, _ in self.cuts)
 
-
-class ProbeShards:
-    """Distinguishes whole parameters from sharded ones, and warns once about everything that is left out."""
-
-    def __init__(self, models: ModuleIndex) -> None:
-        self._models = models
-        self.layouts: dict[str, Layout | None] = {}  # of sharded parameters; None if the layout is unknown
-        self._said: set[str] = set()
-
-    def look(self) -> None:
-        """Update the layouts before parameters are measured: a model may be sharded after watch()."""
-        all_flat = self.uses_fsdp1
-        self.layouts = {
-            name: _layout(parameter)
-            for name, parameter in self._models.parameters().items()
-            if all_flat or local_part(parameter) is not parameter
-        }
-
-    @property
-    def uses_fsdp1(self) -> bool:
-        """Whether parameters are views of FSDP1's flat parameters, whose layout only FSDP1 has."""
-        return has_fsdp1([model for _, model in self._models.alive()])
-
-    def is_whole(self, name: str, *, needed_by: str | None = None) -> bool:
-        """Return whether the whole parameter is on this rank; if not, warn once that `needed_by` is left out."""
-        if name in self.layouts and needed_by is not None and needed_by not in self._said:
-            self._said.add(needed_by)
-            text = (
-                "wandb_gradwatch: %d parameters are sharded, %r among them, and this rank holds only a part of each: "
-                "%s are left out for them. Updates() and the norms of gradients are those of the whole parameters."
-            )
-            logger.warning(text, len(self.layouts), name, needed_by)
-        return name not in self.layouts
-
-    def part(self, name: str, whole: Tensor, *, needed_by: str) -> Tensor | None:
-        """Return this rank's shard of a tensor shaped like the parameter; None, with a warning, if it is unknown."""
-        layout = self.layouts.get(name)
-        if layout is None:
-            return whole if self.is_whole(name, needed_by=needed_by) else None
-        for dim, size, index in layout.cuts:
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor shaped like the parameter."""
+        for dim, size, index in self.cuts:
             chunks = whole.chunk(size, dim=dim)
             # With more ranks than rows this rank may hold nothing.
             whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
         return whole
-
-
-def _layout(parameter: Any) -> Layout | None:
-    """Return the layout of a DTensor, with its cuts in the order of the mesh, as `distribute_tensor` makes them.
-
-    None for any other: flat (FSDP1), interleaved (two kinds of parallelism on one dimension), or not on this rank.
-    """
-    if local_part(parameter) is parameter or (coordinate := parameter.device_mesh.get_coordinate()) is None:
-        return None
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if any(not placement.is_replicate() and type(placement).__name__ != "Shard" for placement in placements):
-        return None
-    parts = zip(placements, mesh.shape, coordinate, strict=True)
-    cuts = ((placement.dim, size, index) for placement, size, index in parts if not placement.is_replicate())
-    return Layout(tuple(cuts), mesh.size())
 
 
 class Befores(dict[str, Tensor]):
@@ -139,32 +117,28 @@ class Befores(dict[str, Tensor]):
     def keep(self, tensors: Iterable[WatchedTensor]) -> None:
         self.update({tensor.name: tensor.parameter.clone() for tensor in tensors})
 
-    def changes(self, tensors: Iterable[WatchedTensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, change (float32 for half precision) and old value of each kept parameter, and drop its copy."""
+    def changes(self, tensors: Iterable[WatchedTensor]) -> Iterator[tuple[WatchedTensor, Tensor, Tensor]]:
+        """Yield each kept parameter, its change (float32 for half precision) and its old value, and drop its copy."""
         for tensor in tensors:
             before = self.pop(tensor.name, None)
             if before is not None and before.shape == tensor.parameter.shape:
-                yield tensor.name, widened(tensor.parameter) - widened(before), before
+                yield tensor, widened(tensor.parameter) - widened(before), before
 
 
 class ParameterProbe(ModuleProbe):
-    """A probe of parameters that match; `_shards` tells which of them are whole, `_is_due` whether to measure."""
-
-    _shards: ProbeShards
+    """A probe of the parameters that match."""
 
     def __init__(self, match: NameFilter | None = None) -> None:
         self._match = match
         self._matches = matcher(match, repr(self))
-        self._is_due = False
         self._found: dict[str, Found] = {}  # in the open sample
         self._befores = Befores()
 
     def bind(self, models: ModuleIndex) -> None:
-        self._shards = ProbeShards(models)
         self.check_match("parameter", models.watched_parameters())
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._is_due, self._found = next_step_is_due, {}
+        self._found = {}
         self._befores.clear()  # copies from updates that were never completed
 
     def take(self) -> Mapping[str, Found]:
@@ -216,11 +190,9 @@ class OwnGradientProbe(ParameterProbe):
         super().start(next_step_is_due, histogram_is_due)
         self._copies = self._copies or self._num_averaged > 1
         self._forget()
-        if next_step_is_due:
-            self._shards.look()
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        if not (self._is_due and self._matches(name) and self._shards.is_whole(name)):
+        if not self._matches(name):
             return
         self._begun = True
         own = widened(dense(gradient))
@@ -231,8 +203,6 @@ class OwnGradientProbe(ParameterProbe):
         self._squares_of_own[name] = square_of(own)
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        if not self._is_due:
-            return
         self._inverse_scales |= {tensor.name: tensor.inverse_scale for tensor in tensors}
         if not self._begun:
             return

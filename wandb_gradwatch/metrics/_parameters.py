@@ -19,7 +19,7 @@ from .._measure.probe_values import ArrivedSums, ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part, world_size
 from ..snapshot import keys
 from ._forward_hooks import ModuleIndex
-from ._module_probe import ParameterProbe, ProbeShards, ReadByProbe
+from ._module_probe import Layout, ParameterProbe, ReadByProbe
 from ._rows import check_names, dense, histograms_of, reals, square_of, widened, without_scale
 from ._rules import OutgrownUpdate
 
@@ -41,7 +41,8 @@ class ParameterHistograms(ParameterProbe):
         return "the histograms of parameters"
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        super().start(histogram_is_due, histogram_is_due)
+        super().start(next_step_is_due, histogram_is_due)
+        self._is_due = histogram_is_due
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if not self._is_due:
@@ -280,8 +281,7 @@ class Spectrum(ParameterProbe):
         self._since_product = 0  # number of samples
 
     def bind(self, models: ModuleIndex) -> None:
-        self._shards = ProbeShards(models)
-        are_flat = self._shards.uses_fsdp1  # FSDP1's parameters do not show which are matrices; they are skipped later
+        are_flat = models.uses_fsdp1  # FSDP1's parameters do not show which are matrices; they are skipped later
         matrices = [name for name, one in models.watched_parameters().items() if one.ndim > 1 or are_flat]
         self.check_match("matrix", matrices)
 
@@ -293,27 +293,25 @@ class Spectrum(ParameterProbe):
             self._since_product = 0
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        if not self._is_due or keys.GRADIENT not in self._of:
+        if keys.GRADIENT not in self._of:
             return
-        self._shards.look()
         for tensor in tensors:
             gradient = tensor.gradient
             if gradient is not None and gradient.layout is torch.strided and self._is_measured(tensor):
                 # Measured after each backward; the last one overwrites the others.
-                self._measure(keys.GRADIENT, tensor.name, without_scale(gradient, tensor.inverse_scale))
+                self._measure(keys.GRADIENT, tensor, without_scale(gradient, tensor.inverse_scale))
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._shards.look()
         measured = [tensor for tensor in tensors if self._is_measured(tensor)]
         if keys.PARAMETER in self._of:
             for tensor in measured:
-                self._measure(keys.PARAMETER, tensor.name, tensor.parameter)
+                self._measure(keys.PARAMETER, tensor, tensor.parameter)
         if keys.UPDATE in self._of:
             self._befores.keep(measured)
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        for name, change, _ in self._befores.changes(tensors):
-            self._measure(keys.UPDATE, name, change)
+        for tensor, change, _ in self._befores.changes(tensors):
+            self._measure(keys.UPDATE, tensor, change)
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         found: dict[str, float] = {}
@@ -326,14 +324,14 @@ class Spectrum(ParameterProbe):
     def _is_measured(self, tensor: WatchedTensor) -> bool:
         if not tensor.parameter.is_floating_point() or not self._matches(tensor.name):
             return False
-        layout = self._shards.layouts.get(tensor.name)
+        layout = Layout.of(tensor)
         cut_sides = {dim > 0 for dim, _, _ in layout.cuts} if layout is not None else set()
         is_merged = layout is not None and layout.num_ranks == world_size() and len(cut_sides) < 2
-        return (is_merged or self._shards.is_whole(tensor.name, needed_by="spectra")) and tensor.parameter.ndim > 1
+        return (is_merged or self.gets_whole(tensor, needed_by="spectra")) and tensor.parameter.ndim > 1
 
-    def _measure(self, subject: str, name: str, tensor: Tensor) -> None:
-        key, matrix_MN = f"{subject}/{name}", widened(tensor).flatten(1)
-        layout = self._shards.layouts.get(name)
+    def _measure(self, subject: str, tensor: WatchedTensor, values: Tensor) -> None:
+        key, matrix_MN = f"{subject}/{tensor.name}", widened(values).flatten(1)
+        layout = Layout.of(tensor)
         if layout is None:
             numbers = self._of_matrix(key, matrix_MN)
             self._found |= {f"{key}/{what}": number for what, number in zip(_NAMES, numbers, strict=True)}

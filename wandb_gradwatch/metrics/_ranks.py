@@ -25,7 +25,7 @@ from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import rank, world_size
 from ..snapshot import keys
 from ..snapshot._shapes import GroupBy, group_function
-from ._module_probe import OwnGradientProbe, ReadByProbe
+from ._module_probe import Layout, OwnGradientProbe, ReadByProbe
 from ._rows import reals, square_of
 from ._rules import RanksDisagree, SlowRank
 
@@ -88,27 +88,25 @@ class Ranks(OwnGradientProbe):
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         if not self._has_updated:  # otherwise `_began` is the end of the previous update, which was in a sample
             self._began = self._clock()
-        super().start(next_step_is_due and self.needs_ranks, histogram_is_due)
-        self._is_checked = self._is_due and self._checksum_every > 0 and self._num_due % self._checksum_every == 0
-        self._num_due += self._is_due
+        super().start(next_step_is_due, histogram_is_due)
+        self._is_checked = self._checksum_every > 0 and self._num_due % self._checksum_every == 0
+        self._num_due += next_step_is_due
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         super().gradient_arrived(name, gradient)
-        if self._is_due and self._matches(name) and self._shards.is_whole(name):
+        if self._matches(name):
             self._seconds = self._clock() - self._began - self._waited
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
-        if self._is_due:
-            self._waited = self._clock() - self._began - self._seconds
+        self._waited = self._clock() - self._began - self._seconds
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if not self._is_checked:
+        if not (self._is_checked and self.needs_ranks):
             return
-        self._shards.look()
         for tensor in tensors:
-            layout = self._shards.layouts.get(tensor.name)
-            has_replicas = layout.num_replicas > 1 if layout else self._shards.is_whole(tensor.name)
+            layout = Layout.of(tensor)
+            has_replicas = layout.num_replicas > 1 if layout else tensor.is_whole
             if has_replicas and self._matches(tensor.name) and tensor.parameter.numel():
                 self._checksums.append(_bits(tensor.parameter))
                 self._layout.append((tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype), layout))
@@ -120,7 +118,7 @@ class Ranks(OwnGradientProbe):
         self._loss = loss
 
     def take(self) -> Mapping[str, Found]:
-        if not self._is_due:
+        if not self.needs_ranks:
             return {}
         squares = list(self.own_squares().values())
         known = (one.device for one in (*squares, self._loss, *self._checksums) if one is not None)
@@ -261,16 +259,13 @@ class NoiseScale(OwnGradientProbe):
         self._averaged: dict[str, Tensor] = {}  # by replicated parameter: the square of its averaged gradient
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        if not self._is_due:
-            return
-        self._shards.look()
         super().gradients_ready(tensors)
         self._num_backwards += 1
         for tensor in tensors:
             gradient = tensor.gradient
             if gradient is None or gradient.layout is not torch.strided or not self._matches(tensor.name):
                 continue
-            if world_size() > 1 and self._shards.is_whole(tensor.name):
+            if world_size() > 1 and tensor.is_whole:
                 self._averaged[tensor.name] = square_of(gradient)
                 continue
             last, wide = self._last.get(tensor.name), wide_dtype(gradient.device)
