@@ -19,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
+from .._runtime.outputs import tensors_of
 from .._runtime.sharding import local_part, rank, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
 from .._runtime.wrappers import TransientHook, unwrapped
-from .search import search, tensors_of, unchanged
+from .search import search, unchanged
 from .trace import Finding
 
 logger: Final = logging.getLogger("wandb_gradwatch")

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .._runtime.autograd import replay
 from .._runtime.error_boundary import dynamo_disabled
+from .._runtime.outputs import tensors_of
 from .._runtime.wrappers import named_modules, named_tensors, unwrapped
 from .trace import REMEDIES, Finding, NonfiniteTrace, made
 
@@ -156,19 +156,6 @@ def trace_nonfinite(model: nn.Module) -> Iterator[Trace]:
         result.finding = trace.finding(sinks)
         if result.finding is not None:
             logger.warning("wandb_gradwatch: %s", result.finding.text)
-
-
-def tensors_of(thing: Any) -> list[Tensor]:
-    """Return every floating-point or complex tensor in tuples, lists, dicts and dataclasses."""
-    if hasattr(thing, "__dataclass_fields__") and not isinstance(thing, type | Mapping):
-        thing = [getattr(thing, name) for name in thing.__dataclass_fields__]
-    found = []
-    for leaf in tree_leaves(thing, is_leaf=lambda node: hasattr(node, "__dataclass_fields__")):
-        if hasattr(leaf, "__dataclass_fields__"):
-            found += tensors_of(leaf)
-        elif isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            found.append(leaf)
-    return found
 
 
 @contextmanager

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, NamedTuple
+from itertools import count
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,22 +113,13 @@ def made(tensor: Tensor) -> str:
     return " and ".join(parts)
 
 
-class _Call(NamedTuple):
-    """An operation of the forward, to be named when its derivative makes a bad element."""
-
-    operation: str
-    module: str | None
-    file: str | None
-    line: int | None
-
-
 @dataclass(eq=False)
 class _Origin:
     """Where bad elements come from."""
 
     found: Finding  # its text only says what was made, and where in the tensor
-    number: int  # in the order of discovery
     is_intended: bool  # written on purpose, such as a mask
+    number: int = field(default_factory=count().__next__)  # in the order of discovery
     reached: dict[str, None] = field(default_factory=dict)  # the modules that it reached, in order
 
 
@@ -142,8 +134,8 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._names = {id(module): prefix.removesuffix(".") for prefix, module in named_modules(model)}
         self._stack: list[str] = []  # paths of the modules whose forward is running
         self._origins: dict[int, tuple[Tensor, _Origin]] = {}  # by storage; holding the tensor keeps its id unique
-        self._calls: dict[int, _Call] = {}  # by the sequence number of the autograd node
-        self._num_origins = 0
+        # By the sequence number of the autograd node: operations of the forward, to be named when a derivative is bad.
+        self._calls: dict[int, Finding] = {}
         self.near_overflow: dict[str, None] = {}
 
     @contextmanager
@@ -182,7 +174,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             for tensor in outputs:
                 tensor.zero_()  # so that leftovers in uninitialised memory are not reported
             return result
-        call = _Call(operation, self._stack[-1] if self._stack else None, *_users_line())
+        call = Finding(operation, self._stack[-1] if self._stack else None, "forward", *_users_line(), (), "")
         # Autograd creates an operation's node just before the operation runs. Later operations with the same sequence
         # number have no node, or belong to a backward.
         self._calls.setdefault(torch.autograd._get_sequence_nr() - 1, call)  # type: ignore[attr-defined]
@@ -190,7 +182,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._follow(tensor, call, reads, (args, kwargs))
         return result
 
-    def _follow(self, output: Tensor, call: _Call, reads: list[_Read], given: Any) -> None:
+    def _follow(self, output: Tensor, call: Finding, reads: list[_Read], given: Any) -> None:
         has_nan, has_inf = _nan_and_inf(output)
         if not has_nan and not has_inf:
             if output._base is None:  # if it is a view, the rest of the storage may still be bad
@@ -226,16 +218,15 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if node is not None:
                 if forward is None or isinstance(node, torch.autograd.function.BackwardCFunction):
                     # A user-defined backward has its own line.
-                    call = call._replace(module=None if forward is None else forward.module)
+                    call = replace(call, module=None if forward is None else forward.module)
                     words += f" in {node.name()}"
                 else:
                     words += f" in its derivative ({call.operation})"
                     call = forward
-            self._num_origins += 1
             direction: Direction = "forward" if node is None else "backward"
             inputs = tuple(InputRange.of(values) for values, _ in reads)
-            found = Finding(call.operation, call.module, direction, call.file, call.line, inputs, words)
-            origin = _Origin(found, self._num_origins, writes_inf and not has_nan and not reads_unknown)
+            found = replace(call, direction=direction, inputs=inputs, text=words)
+            origin = _Origin(found, writes_inf and not has_nan and not reads_unknown)
         self._origins[_storage(output)] = (output, origin)
 
     def look_at(self, tensor: Tensor, kind: str, name: str) -> Finding | None:

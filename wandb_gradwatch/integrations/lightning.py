@@ -110,8 +110,11 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         self._run = run
         reserved = ("run", "log_every", "start_step")
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
-        self._batches = _BatchIndex(lambda: _BatchPlace(0, 0), 0)
         self._trainer: weakref.ref[Any] | None = None  # set during a fit
+        self._every = 0  # log the statistics of every n-th batch; 0: none
+        self._places: dict[int, _BatchPlace] = {}  # places of samples that have not arrived, by step
+        self._new: list[tuple[_BatchPlace, Snapshot]] = []  # arrived, and not yet in the epoch's statistics
+        self._due: dict[int, list[Snapshot]] = {}  # arrived samples of batches to be logged, by batch
         self._is_restored = False
         self._before: list[GradWatchCallback] = []  # this class's instances that precede this one in the trainer
         self._namespace = ""  # inserted into our model-wide keys
@@ -179,7 +182,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Note that the next sample belongs to this batch; the sample may arrive later."""
         if self.watcher is not None:
-            self._batches.note(self.watcher.step + 1)
+            self._places[self.watcher.step + 1] = _place_of(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the samples that have arrived."""
@@ -224,7 +227,8 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
-        self._batches, self._trainer = _BatchIndex(lambda: _place_of(trainer), every), weakref.ref(trainer)
+        self._every, self._trainer = every, weakref.ref(trainer)
+        self._places, self._new, self._due = {}, [], {}
         options = self._session.options
         ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
         self._before = ours[: ours.index(self)] if self in ours else []
@@ -245,15 +249,28 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
 
     def _log_arrived(self, trainer: Any) -> None:
         """Log the due batches whose samples have all arrived. W&B runs receive these numbers in rows of the sinks."""
-        self._batches.enter(self._session.take())
-        for place, sample in self._batches.take_new():
+        self._take_arrived()
+        new, self._new = self._new, []
+        for place, sample in new:
             is_update = not sample.skipped[0] and float(np.nansum(sample.num_nonfinite)) == 0
             if self.track_epochs and is_update and place.epoch == self._epoch:
                 self.update_epoch_stats(self._epoch_stats, self.compute_batch_stats(sample))
                 self._num_updates += 1
-        for batch, due in self._batches.take_due() if trainer is not None else ():
-            numbers = self.compute_batch_stats(due)
+        waiting = {place.batch for place in self._places.values()}
+        for batch in [batch for batch in self._due if trainer is not None and batch not in waiting]:
+            numbers = self.compute_batch_stats(_newest_of(self._due.pop(batch)))
             _log(trainer, numbers, self._prefix("step_prefix"), step=batch, with_wandb=False)
+
+    def _take_arrived(self) -> None:
+        """Assign samples to their batches: one may be completed late (the second of a GAN), and arrive late (a GPU)."""
+        for sample in self._session.take():
+            step, trainer = int(sample.steps[0]), self._trainer and self._trainer()
+            place = self._places.get(step) or _place_of(trainer)
+            # Samples arrive in order: noted steps up to this one that did not arrive were not measured.
+            self._places = {later: where for later, where in self._places.items() if later > step}
+            self._new.append((place, sample))
+            if is_due(sample, place.batch + 1, self._every):
+                self._due.setdefault(place.batch, []).append(sample)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._num_updates, self._epoch_stats = epoch, 0, self.init_epoch_stats()
@@ -269,9 +286,9 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
 
     def _named_numbers(self, step: int) -> dict[str, float]:
         """The statistics of a due step for its W&B row, without layers, which the row contains under other keys."""
-        self._batches.enter(self._session.take())
-        sample = self._batches.due_sample(step)
-        numbers = {} if sample is None else self.compute_batch_stats(sample)
+        self._take_arrived()
+        due = next((samples for samples in self._due.values() if samples[-1].steps[0] == step), None)
+        numbers = {} if due is None else self.compute_batch_stats(_newest_of(due))
         return named(self._prefix("step_prefix"), numbers, layers=False)
 
     def _prefix(self, which: str) -> str:
@@ -294,48 +311,6 @@ class _BatchPlace(NamedTuple):
 
     batch: int  # the loggers' step: index, from 0, among the batches that ended in an update
     epoch: int
-
-
-class _BatchIndex:
-    """Maps samples to their batches, and keeps the samples of a batch to be logged until all have arrived.
-
-    A sample may be completed late (the second of a GAN) and arrive late (from a GPU).
-    """
-
-    def __init__(self, here: Callable[[], _BatchPlace], every: int) -> None:
-        self._here = here  # returns the place of an update made now
-        self._every = every  # log every n-th batch; 0: none
-        self._places: dict[int, _BatchPlace] = {}  # places of samples that have not arrived, by step
-        self._new: list[tuple[_BatchPlace, Snapshot]] = []
-        self._due: dict[int, list[Snapshot]] = {}  # by batch
-
-    def note(self, step: int) -> None:
-        """Record that the current batch makes the sample of this step."""
-        self._places[step] = self._here()
-
-    def enter(self, samples: list[Snapshot]) -> None:
-        for sample in samples:
-            step = int(sample.steps[0])
-            place = self._places.get(step) or self._here()
-            # Samples arrive in order: noted steps up to this one that did not arrive were not measured.
-            self._places = {later: where for later, where in self._places.items() if later > step}
-            self._new.append((place, sample))
-            if is_due(sample, place.batch + 1, self._every):
-                self._due.setdefault(place.batch, []).append(sample)
-
-    def take_new(self) -> list[tuple[_BatchPlace, Snapshot]]:
-        new, self._new = self._new, []
-        return new
-
-    def take_due(self) -> list[tuple[int, Snapshot]]:
-        """Return the due batches whose samples have all arrived, each merged to one sample."""
-        waiting = {place.batch for place in self._places.values()}
-        complete = [batch for batch in self._due if batch not in waiting]
-        return [(batch, _newest_of(self._due.pop(batch))) for batch in complete]
-
-    def due_sample(self, step: int) -> Snapshot | None:
-        """The arrived samples of the due batch whose newest sample has this step, merged; None if it is not due."""
-        return next((_newest_of(samples) for samples in self._due.values() if samples[-1].steps[0] == step), None)
 
 
 def _newest_of(samples: list[Snapshot]) -> Snapshot:

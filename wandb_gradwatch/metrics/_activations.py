@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._capture.probes import Found
 from .._capture.scaling import SCALES, scale_tensor
 from .._measure.elements import onto, wide_dtype
+from .._runtime.outputs import is_measurable, leaves_in
 from ..snapshot import keys
 from ._forward_hooks import ModuleIndex, hands_over
 from ._module_probe import ForwardProbe, ModuleFilter
@@ -28,8 +29,6 @@ from ._rows import (
     Store,
     add_on_device,
     check_names,
-    is_measurable,
-    leaves_in,
     slices,
     tensor_name,
     tensors_in,

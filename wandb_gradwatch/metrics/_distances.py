@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
-from .._measure.elements import onto
+from .._measure.elements import onto, wide_dtype
 from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from ..snapshot import keys
 from ._forward_hooks import ForwardHook, ModuleIndex, chosen_by, logger, matcher
-from ._metric import Metric, Tally
+from ._metric import Metric
 from ._module_probe import ForwardProbe, Layout, ParameterProbe
 from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
 
@@ -145,9 +145,9 @@ class Reference(ForwardProbe):
         self._reference_tap = ForwardHook(self, ModuleIndex(), when="always")
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's outputs: by module, per call
         self._parameters_done: set[str] = set()
-        # [2] per tensor: the sum of squares of the difference, and of the reference
-        self._squares = self.collect(Store[str, Tensor](add_on_device))
-        self._values = self.collect(Store[str, Tally](Tally.merge))
+        # [2] by key and function: the sum of the function's values and their number; for the function "" the sums of
+        # squares of the difference and of the reference
+        self._sums = self.collect(Store[tuple[str, str], Tensor](add_on_device))
 
     def __repr__(self) -> str:
         return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
@@ -229,11 +229,13 @@ class Reference(ForwardProbe):
     ) -> None:
         wide, reference = widened(tensor), widened(onto(other, tensor.device))
         # Sums of squares add up over micro-batches and shards, so the norms are those of the whole tensor.
-        self._squares.add(key, sum_sq([wide - reference, reference]), pending=pending)
+        self._sums.add((key, ""), sum_sq([wide - reference, reference]), pending=pending)
         for name, function in tuple(functions.items()):
             try:
                 value = Metric(name, lambda t, f=function: f(t, reference)).value_of(wide)  # type: ignore[misc]
-                self._values.add(f"{key}/{name}", Tally.of(value.reshape(1, -1), "mean", [""]), pending=pending)
+                total = value.sum(dtype=wide_dtype(value.device))
+                mean = torch.stack([total, torch.full_like(total, value.numel())])
+                self._sums.add((key, name), mean, pending=pending)
             except Exception as error:
                 del self._functions[name]
                 said = "wandb_gradwatch: %r: the function %r failed on %s and is dropped; the others go on."
@@ -241,10 +243,13 @@ class Reference(ForwardProbe):
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {}
-        for key, sums in self._squares.take().items():
+        for (key, function), sums in self._sums.take().items():
             family, _, name = key.partition("/")
-            taken[key] = ProbeSums(sums, _DIFFERENCE, name if family == keys.PARAMETER else None)
-        return taken | {key: tally.results()[0] for key, tally in self._values.take().items()}
+            if function:
+                taken[f"{key}/{function}"] = sums[0] / sums[1]
+            else:
+                taken[key] = ProbeSums(sums, _DIFFERENCE, name if family == keys.PARAMETER else None)
+        return taken
 
     def close(self) -> None:
         super().close()

@@ -16,6 +16,7 @@ from .._capture.parameter_registry import NameFilter, with_prefixes
 from .._capture.probes import Probe, WatchedTensor
 from .._interruptions import raise_interruption
 from .._measure.elements import wide_dtype
+from .._runtime.outputs import is_measurable
 from .._runtime.sharding import local_part
 from ..rules import Rule
 from ..snapshot import keys
@@ -25,7 +26,6 @@ from ._rows import (
     Dims,
     Store,
     dense,
-    is_measurable,
     labelled,
     slices,
     tensor_name,

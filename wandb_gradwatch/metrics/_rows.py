@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, TypeGuard, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, ZERO_BIN, 
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import measure
 from .._measure.probe_values import ProbeHistogram
+from .._runtime.outputs import leaves_in
 from .._runtime.sharding import local_part
 
 # M tensors, C columns, B histogram bins
@@ -93,38 +93,9 @@ def without_scale(gradient: Tensor, inverse_scale: Tensor | None) -> Tensor:
 
 
 def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every floating-point or complex tensor in an output, with its path.
-
-    A lone tensor has the path "". Tensors in tuples, lists, dicts and dataclasses have paths such as "output_0" and
-    "output_hidden_1", made of indices and keys. For a DTensor it yields this rank's local part.
-    """
+    """Yield the tensors of `leaves_in`, detached; of a DTensor this rank's local part."""
     for where, tensor in leaves_in(output, path):
         yield where, local_part(tensor.values() if tensor.is_nested else tensor).detach()
-
-
-def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Like tensors_in, but yield the tensors themselves, still attached to the graph."""
-    if is_measurable(output):
-        yield path, output
-    items: Any = ()
-    if isinstance(output, Mapping):
-        items = output.items()
-    elif isinstance(output, tuple | list):
-        items = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        items = [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
-    for key, value in items:
-        yield from leaves_in(value, f"{path or 'output'}_{key}")
-
-
-def is_measurable(thing: object) -> TypeGuard[Tensor]:
-    """Return whether this is a non-empty floating-point or complex tensor.
-
-    A tensor under vmap or grad represents many tensors and has no elements of its own.
-    """
-    if not isinstance(thing, Tensor) or not (thing.is_floating_point() or thing.is_complex()):
-        return False
-    return thing.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
 
 
 def slices(tensor: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:
