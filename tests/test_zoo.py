@@ -111,7 +111,7 @@ def test_the_halves_share_no_training_and_a_third_of_the_families_is_kept_out() 
     assert {family for family in healthy | faults if "locked" in family} == cases.LOCKED
 
 
-@pytest.mark.parametrize("number", ["third", "fourth"])
+@pytest.mark.parametrize("number", ["third", "fourth", "fifth"])
 def test_open_and_locked_faults_share_no_training(number: str) -> None:
     halves = {True: f"{number} locked trainings", False: f"{number} trainings"}
     faulty = [case for case in CASES.values() if case.fault is not None and case.family.startswith(number)]

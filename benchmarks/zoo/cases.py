@@ -10,6 +10,8 @@ from .another_trainings import half
 from .blind_faults import BLIND_FAULTS
 from .blind_trainings import BLIND
 from .faults import FAULTS, Fault
+from .fifth_faults import fifth_faults
+from .fifth_trainings import fifth
 from .fourth_faults import fourth_faults
 from .fourth_trainings import fourth
 from .fresh_faults import FRESH_FAULTS
@@ -22,7 +24,7 @@ from .third_faults import third_faults
 from .third_trainings import third
 from .unseen import UNSEEN, UNSEEN_FAULTS
 
-# Each first one of a pair, and every second one of the third and fourth sets, is opened after its first run, to
+# Each first one of a pair, and every second one of the third, fourth and fifth sets, is opened after its first run, to
 # learn from. Of the others, and of all blind ones, only totals are ever shown.
 LOCKED: Final = frozenset(
     {
@@ -34,12 +36,16 @@ LOCKED: Final = frozenset(
         "third locked faults",
         "fourth locked trainings",
         "fourth locked faults",
+        "fifth locked trainings",
+        "fifth locked faults",
     }
 )
 _ANOTHER: Final = {"another trainings": half(0), "locked trainings": half(1)}
 _ANOTHER_FAULTS: Final = [*faults("another faults", 0), *faults("locked faults", 1)]
 _THIRD: Final = {"third trainings": third(0), "third locked trainings": third(1)}
 _FOURTH: Final = {"fourth trainings": fourth(0), "fourth locked trainings": fourth(1)}
+_FIFTH: Final = {"fifth trainings": fifth(0), "fifth locked trainings": fifth(1)}
+_FIFTH_FAULTS: Final = [*fifth_faults("fifth faults", 0), *fifth_faults("fifth locked faults", 1)]
 _FOURTH_FAULTS: Final = [*fourth_faults("fourth faults", 0), *fourth_faults("fourth locked faults", 1)]
 _THIRD_FAULTS: Final = [*third_faults("third faults", 0), *third_faults("third locked faults", 1)]
 
@@ -53,6 +59,7 @@ HEALTHY: Final = (
     | {"locked blind trainings": BLIND}
     | _THIRD
     | _FOURTH
+    | _FIFTH
 )
 _BUILDERS: Final = {name: make for table in HEALTHY.values() for name, make in table.items()}
 
@@ -70,6 +77,7 @@ KEPT_OUT_HEALTHY: Final = frozenset(
         "locked blind trainings",
         "third locked trainings",
         "fourth locked trainings",
+        "fifth locked trainings",
     }
 )
 KEPT_OUT_FAULTS: Final = frozenset(
@@ -85,6 +93,7 @@ KEPT_OUT_FAULTS: Final = frozenset(
         "locked blind faults",
         "third locked faults",
         "fourth locked faults",
+        "fifth locked faults",
     }
 )
 TUNING_SEEDS: Final = (0,)
@@ -132,6 +141,7 @@ CASES: Final = {
                 *BLIND_FAULTS,
                 *_THIRD_FAULTS,
                 *_FOURTH_FAULTS,
+                *_FIFTH_FAULTS,
             ]
             for base, layer in fault.on.items()
         ),
