@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from . import changes as do
+from . import fifth_losses as losses
 from .another_faults import deepened
 from .faults import Fault
-from .fifth_trainings import acting, clicked, fifth
+from .fifth_models import acting
+from .fifth_trainings import fifth
 from .loop import Loop
 from .third_trainings import follow
 
@@ -210,65 +212,8 @@ def _forbidden(loop: Loop, layer: str) -> None:
         loop.model.steps[:, :2] = -math.inf
 
 
-def _by_exp(model: nn.Module, noise: Tensor, real: Tensor) -> Tensor:
-    """Sinkhorn without logarithms, and a small blur."""
-    cost = (model(noise)[:, None] - real).square().sum(dim=2)
-    kernel = torch.exp(-cost / 1e-3)
-    one, other = torch.ones(len(noise)), torch.ones(len(real))
-    for _ in range(10):
-        one = 1 / (kernel @ other)
-        other = 1 / (kernel.T @ one)
-    return (one[:, None] * kernel * other * cost).sum()
-
-
-def _logits_as_logs(model: nn.Module, *batch: Tensor) -> Tensor:
-    return functional.nll_loss(model(batch[0]).flatten(0, -2), batch[-1].flatten())
-
-
-def _shares_as_logs(model: nn.Module, x: Tensor, which: Tensor, label: Tensor) -> Tensor:
-    return functional.nll_loss(model(x, which).float().softmax(dim=1).log_softmax(dim=1) * 1e-3, label)
-
-
-def _without_doubt(model: nn.Module, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
-    """The term that keeps the learned weights from 0 is missing, and the doubt has a learning rate of its own size."""
-    amount, kind = model(x)
-    tasks = torch.stack([functional.mse_loss(amount, y), functional.cross_entropy(kind, label)])
-    return (torch.exp(-30 * model.doubt) * tasks).mean()
-
-
-def _of_each_other(model: nn.Module, x: Tensor, y: Tensor, label: Tensor) -> Tensor:
-    """[N, 1] minus [N] makes [N, N]."""
-    amount, kind = model(x)
-    return (amount - y[:, 0]).square().mean() + functional.cross_entropy(kind, label)
-
-
-def _root_of_errors(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The root of each point's error, of which some are exactly 0 at the padding."""
-    said = model(x)
-    shown = torch.arange(said.shape[2]) < 12
-    return (said * shown - y * shown).square().sqrt().mean()
-
-
-def _missing_by_product(model: nn.Module, frames: Tensor) -> Tensor:
-    """Frames that are missing are NaN, and multiplied by 0."""
-    said, aim = model(frames[:, :-1].nan_to_num()), frames[:, 1:]
-    return (functional.mse_loss(said, aim, reduction="none") * aim.isfinite()).mean()
-
-
-def _sigmoid_and_log(model: nn.Module, fields: Tensor, click: Tensor) -> Tensor:
-    share = torch.sigmoid(20 * model(fields))
-    return -(click * share.log() + (1 - click) * (1 - share).log()).mean()
-
-
 def _by_its_deviation(x: Tensor) -> Tensor:
     return (x - x.mean()) / x.std() * 1.0
-
-
-def _entropy_by_hand(model: nn.Module, bag: Tensor, counts: Tensor) -> Tensor:
-    """p log p of labels that are 0 or 1."""
-    said = torch.sigmoid(model(bag).float())
-    hard = (said > 0.5).float() + 0 * said
-    return clicked(model, bag, counts) + 0.01 * (hard * hard.log()).mean()
 
 
 def _whitened(x: Tensor) -> Tensor:
@@ -367,25 +312,25 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
     ("a threshold of 10 that no feature reaches", PROCESS, "", _after("features.4", nn.Threshold(10.0, 0.0)), 1, "dead units", ("unused",)),
     ("a ReLU behind the head, -20", BAGS, "head", do.chain(do.biased(-20.0), do.output(torch.relu)), 1, "dead units", ("unused", "initialisation")),
     ("eval() from the first step, raw inputs of 1,000", TASKS, "", do.chain(_evaluated, do.inputs(lambda x: 1000 * x)), 1, "batch norm", ("data scale", "initialisation")),
-    ("nll_loss is given logits", GATED, "", do.fields(loss=_logits_as_logs), 1, "sign", ("loss or inputs",)),
+    ("nll_loss is given logits", GATED, "", do.fields(loss=losses.logits_as_logs), 1, "sign", ("loss or inputs",)),
     ("a temperature of 1e-5 instead of 1", FORESEER, "", _attribute("heat", 1e-5), 1, "data scale", ("initialisation", "saturation", "learning rate", "reduction")),
-    ("logarithms of shares, times 0.001", CONDITION, "", do.fields(loss=_shares_as_logs), 1, "reduction", ("data scale", "underflow")),
+    ("logarithms of shares, times 0.001", CONDITION, "", do.fields(loss=losses.shares_as_logs), 1, "reduction", ("data scale", "underflow")),
     ("a temperature of 1e10", FORESEER, "", _attribute("heat", 1e10), 1, "reduction", ("data scale", "underflow", "saturation")),
     ("the loss divided by all tokens there are, 1e11", GATED, "", do.loss(lambda value: value / 1e11), 1, "reduction", ("underflow", "zero learning rate")),
     ("the loss divided by the corpus, 1e10", SERIES, "", do.loss(lambda value: value / 1e10), 1, "reduction", ("underflow", "zero learning rate")),
     ("the batch's sum for its mean, momentum", CONDITION, "", do.loss(lambda value: 24 * value), 1, "data scale", ("learning rate", "reduction")),
     ("summed over batch and places, 2000x", HIGHWAY, "", do.loss(lambda value: 2000 * value), 1, "data scale", ("learning rate", "reduction")),
-    ("nothing keeps the learned weights from 0", TASKS, "doubt", do.fields(loss=_without_doubt), 1, "reduction", ("loss or inputs", "sign", "underflow")),
+    ("nothing keeps the learned weights from 0", TASKS, "doubt", do.fields(loss=losses.without_doubt), 1, "reduction", ("loss or inputs", "sign", "underflow")),
     ("the entropy's weight of 300, for 0.003", POLICY, "log_std", do.fields(loss=lambda model, state, aim: acting(model, state, aim, 300.0)), 1, "data scale", ("learning rate", "sign")),
     ("a likelihood of the wrong sign", PROCESS, "", do.loss(torch.neg), 1, "sign", ("invalid operation", "loss or inputs")),
     ("rewards are minimised: the wrong sign", CLOUDS, "", do.loss(torch.neg), 1, "sign", ()),
     ("the mask is inverted: the last word sees nothing", GATED, "", _inverted_mask, 1, "attention", ("invalid operation", "loss or inputs")),
-    ("Sinkhorn by exp, a blur of 0.001", CLOUDS, "", do.fields(loss=_by_exp), 1, "invalid operation", ("loss or inputs", "overflow", "underflow")),
+    ("Sinkhorn by exp, a blur of 0.001", CLOUDS, "", do.fields(loss=losses.by_exp), 1, "invalid operation", ("loss or inputs", "overflow", "underflow")),
     ("forbidden steps are minus infinity", CHAIN, "steps", _forbidden, 1, "bad parameter", ("invalid operation", "loss or inputs")),
-    ("the root of an error of exactly 0", SERIES, "", do.fields(loss=_root_of_errors), 1, "invalid operation", ("loss or inputs",)),
-    ("missing frames, NaN times 0, from step 60 on", FRAMES, "", _same(_missing_by_product, do.inputs(lambda x: x.index_fill(1, torch.tensor([3]), math.nan), 60)), 60, "loss or inputs", ("invalid operation", "bad batch", "data change")),
-    ("p log p of labels", BAGS, "", do.fields(loss=_entropy_by_hand), 1, "invalid operation", ("loss or inputs",)),
-    ("sigmoid, then log, a slope of 20", CLICKS, "", do.chain(do.fields(loss=_sigmoid_and_log), do.scaled(40.0, every=True)), 1, "invalid operation", ("loss or inputs", "overflow", "initialisation")),
+    ("the root of an error of exactly 0", SERIES, "", do.fields(loss=losses.root_of_errors), 1, "invalid operation", ("loss or inputs",)),
+    ("missing frames, NaN times 0, from step 60 on", FRAMES, "", _same(losses.missing_by_product, do.inputs(lambda x: x.index_fill(1, torch.tensor([3]), math.nan), 60)), 60, "loss or inputs", ("invalid operation", "bad batch", "data change")),
+    ("p log p of labels", BAGS, "", do.fields(loss=losses.entropy_by_hand), 1, "invalid operation", ("loss or inputs",)),
+    ("sigmoid, then log, a slope of 20", CLICKS, "", do.chain(do.fields(loss=losses.sigmoid_and_log), do.scaled(40.0, every=True)), 1, "invalid operation", ("loss or inputs", "overflow", "initialisation")),
     ("eigenvectors of equal eigenvalues from step 50 on", TASKS, "trunk", do.output(_whitened, 50), 50, "invalid operation", ("loss or inputs", "backward")),
     ("standardised by a deviation of 0 at step 60", SERIES, "", do.inputs(lambda x: _by_its_deviation(torch.ones_like(x)), 60, 61), 60, "bad batch", ("loss or inputs", "invalid operation")),
     ("a file's row of NaN at step 50", TASKS, "", do.inputs(lambda x: x.index_fill(0, torch.tensor([3]), math.nan), 50, 51), 50, "bad batch", ("loss or inputs",)),
@@ -414,7 +359,7 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
     ("dropout of 0.99, for keeping 0.99", HIGHWAY, "10", do.output(lambda out: functional.dropout(out, 0.99)), 1, "dead units", ("unused", "bad batch", "data scale")),
     ("dropout of 0.98, for keeping 0.98", TASKS, "trunk", do.output(lambda out: functional.dropout(out, 0.98)), 1, "dead units", ("unused", "bad batch", "data scale")),
     ("recurrent gates 40x", FORESEER, "memory", do.scaled(40.0), 1, "saturation", ("initialisation", "recurrence")),
-    ("amounts minus their mean times themselves: [N, N]", TASKS, "amount", do.fields(loss=_of_each_other), 1, "loss or inputs", ()),
+    ("amounts minus their mean times themselves: [N, N]", TASKS, "amount", do.fields(loss=losses.of_each_other), 1, "loss or inputs", ()),
     ("attention over the batch", BAGS, "", _attribute("axis", 0), 1, "attention", ()),
 ]  # fmt: skip
 
