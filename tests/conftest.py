@@ -69,6 +69,12 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             sys.modules["wandb"].teardown()
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for every answer of W&B's process: on a busy machine, too, a row is placed where the test expects it."""
+    monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler.PATIENCE", None)
+
+
 @pytest.fixture
 def loopback() -> Iterator[LoopbackServer]:
     """A W&B server on 127.0.0.1, which records what runs send (see `loopback.py`)."""

@@ -248,6 +248,53 @@ def test_a_run_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize("from_event_files", [False, True])
+@pytest.mark.parametrize("run_class", [ModelRun, ModelRunWithLog])
+def test_the_training_does_not_wait_for_a_process_of_wandb_that_hangs(
+    run_class: Any, from_event_files: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread of the user asks for the step, and as soon as the process goes on, so does the placing of rows."""
+    monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler._syncs_tensorboard", lambda: from_event_files)
+    goes_on, asked_in = threading.Event(), set()
+    goes_on.set()
+
+    class Hanging(run_class):  # type: ignore[misc]
+        @property
+        def step(self) -> int:
+            asked_in.add(threading.current_thread())
+            assert goes_on.wait(20)
+            return super().step
+
+    run = Hanging()
+    row_scheduler = RowScheduler(run)
+    with monkeypatch.context() as patch:
+        patch.setattr("wandb_gradwatch.sinks._row_scheduler.PATIENCE", 0.0)
+        for number in range(6):
+            goes_on.clear() if number in (1, 4) else goes_on.set()
+            row_scheduler.put("watcher", OwnRow([number]))
+            if from_event_files:
+                run.core.log({"loss": number})
+            else:
+                run.log({"loss": number}, step=3 * number)
+    goes_on.set()
+    row_scheduler._look_at_step(waits=True)
+    row_scheduler.put("watcher", OwnRow([6]))
+    run.finish()
+    user, own = split_rows(run.core.rows)
+    assert [data["loss"] for _, data in user] == list(range(6))
+    assert set(own) == set(range(7))
+    assert threading.main_thread() not in asked_in
+
+
+def test_a_run_that_ends_where_no_thread_starts_asks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    play(run := ModelRun(), [("own", 0), ("own", 1), ("log", {"u": 1}, 7, None)])
+    assert split_rows(run.core.rows) == ([(7, {"u": 1})], [0, 1])
+
+
 def test_a_user_call_that_fails_raises_and_changes_nothing() -> None:
     run = ModelRunWithLog()
     row_scheduler = RowScheduler(run)

@@ -419,8 +419,8 @@ def test_a_script_that_never_logs_keeps_its_summary_fresh_and_is_told_once(offli
     (message,) = said()
     assert message == (
         "wandb_gradwatch: 8 rows of gradients are queued because the script has not called run.log() yet. "
-        "They are logged when the script calls run.log(), or when the run ends. If the script never calls run.log(), "
-        "use watch(..., sinks=[WandbSink(commit=True)])."
+        "They are logged when the script calls run.log(), or when the run ends; a process that is killed (SIGTERM, "
+        "os._exit) loses them. If the script never calls run.log(), use watch(..., sinks=[WandbSink(commit=True)])."
     )
 
 

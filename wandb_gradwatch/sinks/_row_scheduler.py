@@ -16,11 +16,14 @@ Therefore, while the user can still log, we never commit, and never use a step t
 
 Rows of several watchers with the same step share one W&B row.
 
-A process that is killed (SIGKILL) loses the queued rows, as it loses W&B's own open row.
+A process that is killed (SIGKILL, SIGTERM without a handler, os._exit) loses the queued rows, as it loses W&B's own
+open row. No queued row could be logged earlier: W&B keeps only closed rows, and the user may still use every step from
+the open row's on.
 
 The open row is known in two ways. A mirror of W&B's rule follows `run._log`, through which every log call of the
 process passes. `run.step` queries W&B itself: it corrects the mirror where an error would lose a row (the mirror does
-not see other processes that log), and replaces the mirror if `_log` does not exist.
+not see other processes that log), and replaces the mirror if `_log` does not exist. Where W&B's process hangs, there is
+no answer, and whatever needs one is left for later: the rows stay queued.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from .._interruptions import raise_interruption
@@ -39,6 +43,7 @@ from ._row_queue import Row, RowQueue
 logger = logging.getLogger("wandb_gradwatch")
 
 MAX_WAITING: Final = 64  # rows, about 35 MB with 256 histograms each; above this number, neighbouring rows are merged
+PATIENCE: Final = 0.1  # seconds that the training waits for an answer of W&B's process, once while it hangs
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
 _MEDIA_COUNTERS: Final = ("_local_step", "_step")  # the names in different versions of W&B
 
@@ -95,6 +100,7 @@ class RowScheduler:
         self._shared = run.settings.mode == "shared"  # in this mode the server orders the rows of all writers
         self._from_event_files = _syncs_tensorboard() and not self._shared
         self._in_open_row: dict[object, Row] = {}  # our rows in the open row by owner; used with event files only
+        self._may_be_later = False  # the row that contains them may have a later step than the mirror's
         self._waiting = RowQueue(max_waiting)
         self._open = OpenRow(run.starting_step)
         # Held from reading the open row's state to the end of the log call. Re-entrant, because a signal handler can
@@ -108,7 +114,8 @@ class RowScheduler:
         self._log: Callable[..., None] = getattr(run, "_log", run.log)
         self._sees_calls = hasattr(run, "_log") and not self._shared
         self._asks_step = not self._shared
-        self._look_at_step()
+        self._answer: Future[int] | None = None  # of the last query of `run.step`
+        self._look_at_step(waits=True)
         if self._sees_calls:
             # If a run has `_step`, `run.step` is a count of the SDK that drifts: the mirror is more reliable.
             self._asks_step = self._asks_step and "_step" not in vars(run)
@@ -176,8 +183,7 @@ class RowScheduler:
     def _put_into_open_row(self, owner: object, row: Row) -> None:
         """Log a row without a commit, merged with the owner's row that is in the open row, which it replaces."""
         with self._log_lock:
-            self._look_at_step()
-            if not self._open.has_own:
+            if self._look_at_step() and not (self._open.has_own or self._may_be_later):
                 self._in_open_row.clear()
             merged = self._in_open_row[owner].merge(row) if owner in self._in_open_row else row
             for part in merged.parts():
@@ -185,7 +191,7 @@ class RowScheduler:
             self._in_open_row[owner] = merged
             # W&B may have closed the row in between. Then the next row is merged with this one without need, but no row
             # is lost.
-            self._look_at_step()
+            self._may_be_later = not self._look_at_step()
             self._open.has_own = True
 
     def _log_all(self) -> None:
@@ -206,8 +212,7 @@ class RowScheduler:
             return  # another thread is in a log call of the user, which places the row
         try:
             # Read the step in every case: a row of ours noted under an outdated step would seem to be closed already.
-            self._look_at_step()
-            if not self._open.has_own:
+            if self._look_at_step() and not self._open.has_own:
                 self._place()
         finally:
             self._log_lock.release()
@@ -239,7 +244,8 @@ class RowScheduler:
 
     def _fill_steps_before(self, step: int) -> None:
         """Log queued rows at the steps that the user skips; the newest is kept for the row that the user opens."""
-        self._look_at_step()
+        if not self._look_at_step():
+            return
         free = self._open.step + 1 if self._open.has_own else self._open.step
         while free < step and self._waiting.has_several():
             self._place(step=free)
@@ -253,20 +259,40 @@ class RowScheduler:
         if opened:
             self._place()
 
-    def _look_at_step(self) -> None:
+    def _look_at_step(self, *, waits: bool = False) -> bool:
         """Query W&B for the step of the open row. A larger step than the mirror's means that rows were closed unseen.
+
+        `run.step` waits up to 30 s for W&B's process, so a thread reads it. Until the thread has an answer, no other
+        query is made. With `waits`, this method waits as long as `run.step` does, otherwise for PATIENCE.
+
+        Returns:
+            Whether the open row's step is known now; True as well if only the mirror is used.
 
         Cost: one exchange with W&B's process, 0.5 to 2 ms.
         """
         if not self._asks_step:
-            return
+            return True
+        if self._answer is not None and not self._answer.done():
+            return False
+        answer = self._answer = Future()
         try:
-            step = self._run.step
-        except Exception as error:  # run.step waits up to 30 s for an answer: after one failure only the mirror is used
+            threading.Thread(target=self._read_step, args=[answer], name="gradwatch-step", daemon=True).start()
+        except RuntimeError:  # since Python 3.12, no thread starts while the interpreter exits: waiting does no harm
+            self._read_step(answer)
+        if not wait([answer], None if waits else PATIENCE).done:
+            return False
+        if (error := answer.exception()) is None:
+            self._open.note_step(answer.result())
+        else:  # after one failure only the mirror is used
             logger.debug("run.step does not answer: %s", error)
             self._asks_step = False
-            return
-        self._open.note_step(step)
+        return True
+
+    def _read_step(self, answer: Future[int]) -> None:
+        try:
+            answer.set_result(self._run.step)
+        except Exception as error:
+            answer.set_exception(error)
 
     def _guarded(self, place: Callable[..., None], *call: Any) -> None:
         """Place rows. If this raises, log the error once and stop, so that the user's log calls still work."""

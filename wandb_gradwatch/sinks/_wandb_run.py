@@ -204,8 +204,8 @@ class WandbSink(Sink):
         if row_scheduler.num_user_calls == 0 and row_scheduler.num_waiting >= _STARVED_WINDOWS:
             self._say(
                 "%d rows of gradients are queued because the script has not called run.log() yet. They are logged when "
-                "the script calls run.log(), or when the run ends. If the script never calls run.log(), use "
-                "watch(..., sinks=[WandbSink(commit=True)]).",
+                "the script calls run.log(), or when the run ends; a process that is killed (SIGTERM, os._exit) loses "
+                "them. If the script never calls run.log(), use watch(..., sinks=[WandbSink(commit=True)]).",
                 row_scheduler.num_waiting,
             )
 
