@@ -288,3 +288,18 @@ def test_a_step_that_begins_with_nan_is_not_traced():
 def test_on_nonfinite_takes_one_word():
     with pytest.raises(ValueError, match=r"on_nonfinite='tell' must be \"trace\" or None"):
         wandb_gradwatch.watch(Fails(), sinks=[MemorySink()], on_nonfinite="tell")
+
+
+def test_of_models_that_call_each_other_each_is_run_again_with_its_own_gradients():
+    inner, outer, memory = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False), MemorySink()
+    nn.init.constant_(inner.weight, 1e-10)
+    nn.init.constant_(outer.weight, 1.0)
+    outer.forward = lambda x: (inner(x) * outer.weight) * 1e20
+    watcher = wandb_gradwatch.watch([inner, outer], guard="skip", sinks=[memory], sample_every=1)
+    stepper = torch.optim.SGD([inner.weight, outer.weight], lr=0.0)
+    for scale in (1.0, 1e20):  # the second gradient of the output is 1e20, and 1e20 * 1e20 overflows in the derivative
+        (outer(torch.ones(1, 1)) * scale).sum().backward()
+        stepper.step()
+        stepper.zero_grad()
+    watcher.remove()
+    assert "made 1 Inf of 1 (at (0, 0)) in its derivative (aten.mul)" in memory.alerts[-1].text

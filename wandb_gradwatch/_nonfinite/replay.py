@@ -42,6 +42,7 @@ class _Forward:
     restores_random: tuple[Callable[[], None], ...]
     autocasts: tuple[torch.autocast, ...]
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by the position of the output
+    is_over: bool = False
 
 
 class StepReplay(StepListener):
@@ -172,12 +173,13 @@ class StepReplay(StepListener):
 
     def ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Register hooks that keep the gradients of the forward's outputs."""
-        if not self._forwards:
+        running = (one for one in reversed(self._forwards) if one.model() is model and not one.is_over)
+        if (forward := next(running, None)) is None:
             return
-        gradients = self._forwards[-1].gradients
+        forward.is_over = True
         for place, tensor in enumerate(tensors_of(output)):
             if tensor.requires_grad:
-                tensor.register_hook(partial(gradients.__setitem__, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(forward.gradients.__setitem__, place))  # type: ignore[no-untyped-call]
 
     def _is_possible(self) -> bool:
         if current_graph_task() != -1 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

@@ -48,9 +48,7 @@ def find_nonfinite(
         >>> finding.operation, finding.module
         ('aten.log', None)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"find_nonfinite(model) needs a torch.nn.Module, but got {type(model).__name__}")
-    root = unwrapped(model)
+    root = _root_of(model, "find_nonfinite")
     kwargs = inputs if isinstance(inputs, Mapping) else {}
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
 
@@ -113,6 +111,12 @@ def search(
     return trace.finding(reversed(gradients_of))
 
 
+def _root_of(model: nn.Module, caller: str) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}(model) needs a torch.nn.Module, but got {type(model).__name__}")
+    return unwrapped(model)
+
+
 class Trace:
     """The result of `trace_nonfinite`: `finding` is set at the end of the block."""
 
@@ -134,9 +138,7 @@ def trace_nonfinite(model: nn.Module) -> Iterator[Trace]:
 
     Cost: the host reads every operation's output.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"trace_nonfinite(model) needs a torch.nn.Module, but got {type(model).__name__}")
-    root, result = unwrapped(model), Trace()
+    root, result = _root_of(model, "trace_nonfinite"), Trace()
     trace = NonfiniteTrace(root)
     sinks: list[tuple[str, Tensor]] = []
 

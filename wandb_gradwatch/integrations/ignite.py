@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from .._capture.parameter_registry import Models
 from .._capture.probes import WatchedTensor
@@ -234,17 +233,13 @@ def _while_alive(method: Callable[..., Any], otherwise: Any) -> Callable[..., An
 
 def _norm(tensors: Sequence[WatchedTensor]) -> float:
     """The L2 norm; NaN if an element is not finite. The host waits for the device here, because it must decide."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    scales: dict[torch.device, torch.Tensor | None] = {}
-    for tensor in tensors:
-        if tensor.gradient is not None:
-            by_device.setdefault(tensor.gradient.device, []).append(tensor.gradient)
-            scales[tensor.gradient.device] = tensor.inverse_scale
+    scaled = [(tensor.gradient, tensor.inverse_scale) for tensor in tensors if tensor.gradient is not None]
     total = 0.0
-    for device, gradients in by_device.items():
+    for device in dict.fromkeys(gradient.device for gradient, _ in scaled):
+        gradients, scales = zip(*[one for one in scaled if one[0].device == device], strict=True)
         # Replicas must get the same result: no compiled loops, which one rank may use earlier than another.
         backend = "cpu" if device.type == "cpu" else "auto"
-        sums_N3 = measure_received(gradients, inverse_scale=scales[device], backend=backend)
+        sums_N3 = measure_received(gradients, inverse_scale=scales[-1], backend=backend)
         sum_sq, *num_nonfinite = sums_N3.sum(dim=0).tolist()
         total += math.nan if any(num_nonfinite) else sum_sq
     return math.sqrt(total)

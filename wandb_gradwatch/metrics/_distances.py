@@ -149,9 +149,6 @@ class Reference(ForwardProbe):
         # squares of the difference and of the reference
         self._sums = self.collect(Store[tuple[str, str], Tensor](add_on_device))
 
-    def __repr__(self) -> str:
-        return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
-
     def bind(self, models: ModuleIndex) -> None:
         for prefix, model in models.alive():
             self._prefix, models_of = prefix, ModuleIndex([(prefix, model)])

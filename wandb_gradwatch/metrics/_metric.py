@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -83,6 +82,7 @@ class Metric:
     aggregate: Aggregate = "mean"
     every: int = 1
     dims: Mapping[int, str] | None = None
+    may_be_several: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or set(self.name) & {"/", "."}:
@@ -101,6 +101,10 @@ class Metric:
 
     def __str__(self) -> str:
         return f"Metric({self.name!r}, on={self.on!r})"
+
+    @property
+    def logs(self) -> frozenset[tuple[str, str]]:
+        return frozenset({(self.on, self.name)})
 
     @cached_property
     def matches(self) -> Callable[[str], bool]:
@@ -181,14 +185,14 @@ def probes_of(
     bound = ModuleIndex(with_prefixes(models), watched=watched)
     if custom := [metric for metric in metrics if isinstance(metric, Metric)]:
         probes.append(FunctionMetrics(custom))
-    claimed: dict[tuple[str, str], ModuleProbe] = {}
-    for probe in probes:
-        for family, name in sorted(probe.logs):
-            other = claimed.setdefault((family, name), probe)
-            if other is not probe and (type(other) is not type(probe) or not probe.may_be_several):
+    claimed: dict[tuple[str, str], int] = {}
+    for place, metric in enumerate(metrics):
+        for family, name in sorted(metric.logs):
+            first = claimed.setdefault((family, name), place)
+            if first != place and (type(metrics[first]) is not type(metric) or not metric.may_be_several):
                 raise ValueError(
-                    f"metrics: {other!r} and {probe!r} would both log under {family}/<name>/{name}; give one of them "
-                    "another name, or leave it out"
+                    f"metrics: {metrics[first]} and {metric} would both log under {family}/<name>/{name}; give one of "
+                    "them another name, or leave it out"
                 )
     for probe in probes:
         probe.bind(bound)
@@ -219,18 +223,11 @@ class FunctionMetrics(ForwardProbe):
     """The probe of all function metrics of a watcher, which share the hooks and the copies for updates.
 
     Memory: with metrics on updates, a copy of the matching parameters while an optimizer steps in a sampled step.
-
-    Raises:
-        ValueError: two metrics would log under the same keys.
     """
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = list(metrics)
         super().__init__()
-        names = Counter(map(str, metrics))  # str() includes `on`
-        if twice := next((name for name, times in names.items() if times > 1), None):
-            raise ValueError(f"metrics holds two called {twice}; give them different names")
-        self.logs = frozenset((metric.on, metric.name) for metric in metrics)
         self._now: list[Metric] = []  # metrics that the open sample measures
         self._num_due = 0
         self._tallies = self.collect(Store[tuple[Metric, str], Tally](Tally.merge))

@@ -86,7 +86,7 @@ class Layout:
         rank.
         """
         parameter: Any = tensor.held
-        if tensor.is_whole or local_part(parameter) is parameter:
+        if local_part(parameter) is parameter:
             return None
         mesh, placements = parameter.device_mesh, parameter.placements
         coordinate = mesh.get_coordinate()
