@@ -13,7 +13,7 @@ parameters: no backward reaches the parameters of FSDP2, which calls these hooks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +26,8 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import dynamo_disabled
-from .._runtime.notices import Notices
-from .._runtime.sharding import Shards, fsdp1_flat_parameters, local_part
-from .._transfer.sample_buffer import SampleBuffer
+from .._runtime.sharding import local_part
 from .clock import SampleClock
-from .gradient_versions import mark_as_older_than_its_hook
-from .parameter_registry import ParameterRegistry
 
 NO_SLOT: Final = -1  # of FSDP1's flat parameters: their hooks only detect the end of a backward
 
@@ -268,73 +264,3 @@ def _accumulates() -> bool:
 
 def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-class HookSync:
-    """Keeps the hooks on the model's current parameters: new, replaced, unfrozen, swapped and sharded ones."""
-
-    def __init__(
-        self,
-        registry: ParameterRegistry,
-        clock: SampleClock,
-        hooks: BackwardHooks,
-        shards: Shards,
-        window: SampleBuffer,
-        notices: Notices,
-    ) -> None:
-        self._registry = registry
-        self._clock = clock
-        self._hooks = hooks
-        self._shards = shards
-        self._window = window
-        self._notices = notices
-        self._version = self._changes = -1  # of the registry, at the last `_follow`
-
-    def take_off(self, *, is_alone: bool) -> None:
-        """Remove the hooks from all parameters until the next scan. Not to be called inside a backward.
-
-        With `is_alone`, no other thread runs a backward: the empty dictionaries that torch visits are removed too.
-        """
-        self._hooks.take_off(self._leaves(self._registry.scan()) if is_alone else ())
-        self._changes = -1
-
-    def would_tell(self, parameter: Tensor) -> bool:
-        """Whether a backward that reaches this parameter is noticed."""
-        return not self._shards.uses_fsdp1 and self._hooks.is_hooked(parameter)
-
-    def scan(self) -> list[Entry]:
-        """Walk the model and hook new parameters. Returns the entries of all watched parameters."""
-        entries = self._registry.scan()
-        # An unmarked gradient may mean that its hook is gone with a swapped tensor.
-        if (
-            self._registry.changes != self._changes
-            or self._shards.uses_fsdp1
-            or any([p.grad is not None for slot, p in entries if slot not in self._clock.marked])
-        ):
-            is_first = self._version == -1
-            if (new := self._follow(entries)) and not is_first:
-                self._notices.say(
-                    "new parameters",
-                    "now following parameters that were added, replaced or unfrozen after watch(): "
-                    + self._registry.some_names(new),
-                )
-        return entries
-
-    def _follow(self, entries: Sequence[Entry]) -> list[int]:
-        """Hook new parameters and return their slots."""
-        self._changes = self._registry.changes
-        self._window.resize(len(self._registry.names))
-        if self._registry.version != self._version:
-            self._version = self._registry.version
-            self._shards.update(entries, self._registry.models())
-        new = [slot for slot in self._hooks.follow(self._leaves(entries)) if slot != NO_SLOT]
-        for slot, parameter in entries if new else ():
-            if slot in new and parameter.grad is not None:
-                mark_as_older_than_its_hook(parameter.grad)
-        return new
-
-    def _leaves(self, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """The leaves that a backward reaches: FSDP1's flat parameters are not among the model's own."""
-        if not self._shards.uses_fsdp1:
-            return entries
-        return [*entries, *((NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self._registry.models()))]

@@ -107,7 +107,7 @@ class OpenSample(ClipListener):
         if not parts.rows_are_read or not (found.changed or unclear):
             return
         if unclear and not parts.clock.backwards:  # the gradients were assigned by hand
-            self.mark_present(parts.hook_sync.scan())
+            self.mark_present(parts.follow())
         again = self._take_replaced(found) + unclear
         if found.changed:
             parts.window.put_earlier(sorted(slot for slot, _ in found.changed))
@@ -235,7 +235,7 @@ class OpenSample(ClipListener):
             assert gradient is not None
             told_of = slot in parts.clock.marked - self._presumed or slot in self._parts.seen.slots
             is_old = told_of or slot in parts.clock.waited_for
-            put_there = is_new(gradient) and not is_old and parts.hook_sync.would_tell(parameter)
+            put_there = is_new(gradient) and not is_old and parts.would_tell(parameter)
             sorted_out[not put_there].append((slot, parameter))
         return sorted_out
 
@@ -246,7 +246,7 @@ class OpenSample(ClipListener):
         """
         parts = self._parts
         slots = [slot for slot, _ in entries]
-        all_entries = parts.hook_sync.scan()
+        all_entries = parts.follow()
         self.mark_present(entries if parts.clock.backwards else all_entries)  # for all optimizers to come
         self._measure(entries, received_by=optimizer)
         parts.window.drop_zero_rows(sorted(slots))  # zeros that zero_grad() has left are no gradients
@@ -259,7 +259,7 @@ class OpenSample(ClipListener):
     def _measure_unclear(self, unclear: Sequence[Entry], optimizer: Optimizer) -> None:
         """Measure gradients that no hook has marked: they may have been clipped already."""
         parts = self._parts
-        entries = parts.hook_sync.scan()  # hook what was unfrozen
+        entries = parts.follow()  # hook what was unfrozen
         if not parts.clock.backwards:  # assigned by hand, for every optimizer that is going to step
             self.mark_present(entries)
         self._measurer.measure_after_clipping(unclear, optimizer)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .._guard.guard import SkipGuard
 from .._guard.step_skipping import StepSkipping
 from .._nonfinite.replay import StepReplay
+from .._runtime.autograd import Entry
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.notices import Notices
-from .._runtime.sharding import Shards
+from .._runtime.sharding import Shards, fsdp1_flat_parameters
 from .._transfer.sample_buffer import SampleBuffer
 from .by_hand import UpdatesByHand
 from .cadence import Budget, Cadence
-from .gradient_versions import GradientVersions, was_seen
-from .hooks import BackwardHooks, HookSync
+from .gradient_versions import GradientVersions, mark_as_older_than_its_hook, was_seen
+from .hooks import NO_SLOT, BackwardHooks
 from .loss import SampleLoss
 from .measurer import MeasureOptions
 from .optimizer_registry import OptimizerRegistry
@@ -59,7 +62,9 @@ class CaptureParts:
         self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due at the open step
         self.shards = Shards()
         self.thread = boundary.thread
-        self.hook_sync = HookSync(registry, self.clock, hooks, self.shards, window, notices)
+        self._followed = (
+            self._version
+        ) = -1  # `registry.changes` and `registry.version` when parameters were last hooked
         self.optimizers = OptimizerRegistry(registry, self.clock, config.optimizer)
         self.seen = GradientVersions()  # the versions of the open sample's gradients
         self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
@@ -108,3 +113,52 @@ class CaptureParts:
         unseen = [slot for slot, p in entries if p.grad is not None and not was_seen(p.grad)]
         marked = self.clock.waited_for | self.clock.marked_before
         return not unseen or (self.schedule.last_sample != self.clock.step and marked.issuperset(unseen))
+
+    def follow(self) -> list[Entry]:
+        """Walk the model and hook new, replaced, unfrozen and swapped parameters. Returns all watched parameters."""
+        entries = self.registry.scan()
+        # An unmarked gradient may mean that its hook is gone with a swapped tensor.
+        if (
+            self.registry.changes != self._followed
+            or self.shards.uses_fsdp1
+            or any([p.grad is not None for slot, p in entries if slot not in self.clock.marked])
+        ):
+            is_first = self._version == -1
+            if (new := self._hook(entries)) and not is_first:
+                self.notices.say(
+                    "new parameters",
+                    "now following parameters that were added, replaced or unfrozen after watch(): "
+                    + self.registry.some_names(new),
+                )
+        return entries
+
+    def _hook(self, entries: Sequence[Entry]) -> list[int]:
+        """Hook new parameters and return their slots."""
+        self._followed = self.registry.changes
+        self.window.resize(len(self.registry.names))
+        if self.registry.version != self._version:
+            self._version = self.registry.version
+            self.shards.update(entries, self.registry.models())
+        new = [slot for slot in self.hooks.follow(self._leaves(entries)) if slot != NO_SLOT]
+        for slot, parameter in entries if new else ():
+            if slot in new and parameter.grad is not None:
+                mark_as_older_than_its_hook(parameter.grad)
+        return new
+
+    def _leaves(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """The leaves that a backward reaches: FSDP1's flat parameters are not among the model's own."""
+        if not self.shards.uses_fsdp1:
+            return entries
+        return [*entries, *((NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self.registry.models()))]
+
+    def take_off_hooks(self, *, is_alone: bool) -> None:
+        """Remove the hooks from all parameters until the next `follow`. Not to be called inside a backward.
+
+        With `is_alone`, no other thread runs a backward: the empty dictionaries that torch visits are removed too.
+        """
+        self.hooks.take_off(self._leaves(self.registry.scan()) if is_alone else ())
+        self._followed = -1
+
+    def would_tell(self, parameter: Tensor) -> bool:
+        """Whether a backward that reaches this parameter is noticed."""
+        return not self.shards.uses_fsdp1 and self.hooks.is_hooked(parameter)

@@ -59,7 +59,7 @@ class Resting:
         if len(optimizers) < len(keys) or parts.optimizers.key(optimizer) not in keys:
             return None
         parts.clock.discard()
-        parts.hook_sync.take_off(is_alone=not parts.thread.has_company)
+        parts.take_off_hooks(is_alone=not parts.thread.has_company)
         parts.wiring.forget_gradients()
         return Rest(
             parts.clock,
@@ -81,7 +81,7 @@ class Resting:
         self._parts.schedule.seconds_on_counting += rest.seconds_spent
         if rest.num_samples:
             self._parts.clock.counted(rest.made_last)
-        entries = self._parts.hook_sync.scan()
+        entries = self._parts.follow()
         self._sample.begin()
         if before_step_of is not None and rest.may_have_new_gradients:
             self._sample.mark_present(entries)

@@ -78,7 +78,7 @@ class Sampler(StepListener, ScaleListener):
             self._schedule.ranks = RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0)
         if self.parts.probes.look_inside:
             self._hooks.tell_arrivals(())
-        self.parts.wiring.begins(self.parts.hook_sync.scan())
+        self.parts.wiring.begins(self.parts.follow())
         self._sample.begin()
         SCALES.subscribe(self)
         CLIP_FUNCTIONS.subscribe(self._sample)
@@ -87,7 +87,7 @@ class Sampler(StepListener, ScaleListener):
     def stop(self) -> None:
         """Remove every hook and wrapper. Idempotent."""
         if current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company):
-            self.boundary.run(self.parts.hook_sync.take_off, is_alone=True)  # it walks the model, which may fail
+            self.boundary.run(self.parts.take_off_hooks, is_alone=True)  # it walks the model, which may fail
         self.boundary.stopped = True
         self.counter = None
         STEP_HOOKS.unsubscribe(self)
@@ -150,7 +150,7 @@ class Sampler(StepListener, ScaleListener):
             self.parts.loss.see(root, *self._measurer.scale_of_backward(root.device, reached))
         if self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
             # Every backward may be the last before the step: the last group of micro-batches may be shorter.
-            self._sample.measure_present(self.parts.hook_sync.scan())
+            self._sample.measure_present(self.parts.follow())
         elif by_hand.possible:
             self.parts.seen.note(self.parts.registry.scan())
         self._commit(self._clock.backward_ended())
@@ -185,7 +185,7 @@ class Sampler(StepListener, ScaleListener):
             self.parts.thread.step_begins()
         if follows or has_lost_all:
             self.end_counting(before_step_of=optimizer)
-            self.parts.hook_sync.scan()
+            self.parts.follow()
         if has_lost_all or (not follows and self._by_hand.possible and self._clock.marked):
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
         found.append(follows)
@@ -226,7 +226,7 @@ class Sampler(StepListener, ScaleListener):
                     self._guard.abstain(self.parts.optimizers.entries(optimizer), self.parts.registry.version)
                 return
         if not self._clock.closed_any and not self._clock.backwards and not inside_backward:
-            entries = self.parts.hook_sync.scan()  # watch() was called between the backward and the step
+            entries = self.parts.follow()  # watch() was called between the backward and the step
             self._sample.mark_present(entries)
             if not self.parts.is_measured:  # a measured step must not take them for what a backward has left
                 self.parts.seen.note(entries)
