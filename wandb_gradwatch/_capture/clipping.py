@@ -7,26 +7,15 @@ other code is recognised by the gradients that it leaves: see `_measure/change.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
-from .._runtime.steps import WrappedFunctions
-
-
-class ClipListener(Protocol):
-    """Interface: the calls that a watcher gets from torch's clipping functions."""
-
-    def before_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """The gradients of these are about to be clipped, in place."""
-
-    def after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """The gradients of these are clipped, if they exceeded the limit."""
-
+from .._runtime.steps import Listeners
 
 # Since torch 2.6 the second half of clip_grad_norm_ is a function of its own, which clip_grad_norm_ looks up in
 # clip_grad even if it was imported by name before. Functions in both modules are wrapped in both.
@@ -37,7 +26,7 @@ _FUNCTIONS: Final = (*_BY_NORM, "clip_grad_value_") if hasattr(clip_grad, _BY_NO
 )  # fmt: skip
 
 
-class ClipFunctions(WrappedFunctions[ClipListener]):
+class ClipFunctions(Listeners):
     """Wraps torch's clipping functions and calls the listeners."""
 
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import contained
+from .._runtime.steps import Listener
 from .._transfer.transfers import Sample
 from ..snapshot import keys
-from .clipping import ClipListener
 from .clock import Closed
 from .gradient_versions import REPLACED, Inspection, is_new, look_at, were_reset
 from .measurer import Measurer
@@ -22,7 +22,7 @@ from .probes import Probe, WatchedTensor
 from .scaling import SCALES
 
 
-class OpenSample(ClipListener):
+class OpenSample(Listener):
     """Measures the gradients of the open sample at the right moments, and commits the sample when it is closed."""
 
     def __init__(self, parts: CaptureParts, measurer: Measurer) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from .._runtime.autograd import Entry, backward_root, current_graph_task
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import rank, rank_store, world_size
-from .._runtime.steps import STEP_HOOKS, StepListener
+from .._runtime.steps import STEP_HOOKS, Listener
 from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
@@ -31,11 +31,11 @@ from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
 from .probes import Probe
 from .rest import Rest, Resting
-from .scaling import SCALES, ScaleListener
+from .scaling import SCALES
 from .schedule import RankPlans
 
 
-class Sampler(StepListener, ScaleListener):
+class Sampler(Listener):
     """Owns the hooks, and opens and closes samples. Calls `deliver` where arrived samples may be passed on."""
 
     def __init__(
@@ -266,7 +266,7 @@ class Sampler(StepListener, ScaleListener):
         else:
             self.parts.optimizer_found()
             if self.parts.replay is not None:
-                self.parts.replay.step_skipped()
+                self.parts.replay.step_skipped(optimizer)
             key = self.parts.optimizers.key(optimizer)
             self._commit(self._clock.step_begins(key))
             if self.parts.joins_silently(optimizer, key):

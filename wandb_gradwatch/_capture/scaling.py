@@ -11,30 +11,14 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from .._runtime.steps import WrappedFunctions
+from .._runtime.steps import Listener, Listeners
 from .._runtime.weak_ids import WeakKeyDictionary
-
-
-class ScaleListener(Protocol):
-    """Interface: the calls that a watcher gets from the gradient scalers of the optimizers that it follows."""
-
-    def follows(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer updates a watched parameter."""
-
-    def before_unscale(self, optimizer: Optimizer) -> None:
-        """The scaler is about to unscale the gradients: last moment at which they are scaled and unclipped."""
-
-    def after_unscale(self, optimizer: Optimizer) -> None:
-        """The scaler has unscaled the gradients in place."""
-
-    def step_skipped(self, optimizer: Optimizer) -> None:
-        """The scaler's `step` was called, but the optimizer was not stepped."""
 
 
 @dataclass(slots=True)
@@ -53,7 +37,7 @@ class OptimizerSteps:
             self.scaler = None
 
 
-class LossScales(WrappedFunctions[ScaleListener]):
+class LossScales(Listeners):
     """Tracks which scaler is in use and which optimizers each scaler steps."""
 
     def __init__(self) -> None:
@@ -134,7 +118,7 @@ class LossScales(WrappedFunctions[ScaleListener]):
                 listener.step_skipped(optimizer)
         return result
 
-    def _following(self, optimizer: Optimizer) -> list[ScaleListener]:
+    def _following(self, optimizer: Optimizer) -> list[Listener]:
         return [listener for listener in self._listeners if listener.follows(optimizer)]
 
     def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> OptimizerSteps:

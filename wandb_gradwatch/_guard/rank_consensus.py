@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .._measure.elements import upload, wide_dtype
 from .._runtime.autograd import Entry
 from .._runtime.sharding import Shards, has_fsdp1, local_part, world_size
-from .._runtime.steps import StepListener
+from .._runtime.steps import Listener
 from .guard import raised_to_the_user
 
 # N parameters of an optimizer
@@ -79,7 +79,7 @@ class RankConsensus:
         return values
 
 
-class FailedRankVoter(StepListener):
+class FailedRankVoter(Listener):
     """Votes in place of a monitor that has failed, because the other ranks wait for this rank's vote at every step.
 
     It abstains, which ends the guard on all ranks at once: this rank cannot tell whether its gradients are healthy, and

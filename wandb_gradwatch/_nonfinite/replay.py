@@ -21,7 +21,7 @@ from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.outputs import tensors_of
 from .._runtime.sharding import local_part, rank, world_size
-from .._runtime.steps import STEP_HOOKS, StepListener
+from .._runtime.steps import STEP_HOOKS, Listener
 from .._runtime.wrappers import TransientHook, unwrapped
 from .search import search, unchanged
 from .trace import Finding
@@ -45,7 +45,7 @@ class _Forward:
     is_over: bool = False
 
 
-class StepReplay(StepListener):
+class StepReplay(Listener):
     """Keeps the inputs of the open step's forwards, and runs the forwards again on request.
 
     With a guard (`always`) it keeps the inputs of every step, and the guard calls `look()`. Otherwise it keeps only
@@ -97,7 +97,7 @@ class StepReplay(StepListener):
         """
         self._is_armed = True
 
-    def step_skipped(self) -> None:
+    def step_skipped(self, optimizer: Optimizer) -> None:
         """Called when a gradient scaler skips the open step, which is intended unless an alert has armed the replay."""
         if self._is_armed:
             self._look_armed()

@@ -10,12 +10,12 @@ import functools
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -28,71 +28,6 @@ from torch.utils.hooks import RemovableHandle
 from .autograd import current_graph_task
 from .error_boundary import ADDED_FRAMES, dynamo_disabled
 
-Listener = TypeVar("Listener")
-
-
-class Listeners(ABC, Generic[Listener]):
-    """Subscribers to events of torch. The hooks exist from the first subscription to the last removal.
-
-    Any thread may subscribe, unsubscribe or cause an event: events iterate over an immutable tuple of listeners.
-    """
-
-    def __init__(self) -> None:
-        self._listeners: tuple[Listener, ...] = ()
-        # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
-        self._lock = threading.RLock()
-
-    def subscribe(self, listener: Listener) -> None:
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
-            self._install()
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Remove a listener. Idempotent."""
-        with self._lock:
-            self._listeners = tuple(other for other in self._listeners if other is not listener)
-            if not self._listeners:
-                self._uninstall()
-
-    @abstractmethod
-    def _install(self) -> None:
-        """Install the hooks in torch unless they are installed."""
-
-    @abstractmethod
-    def _uninstall(self) -> None:
-        """Remove the hooks from torch if they are installed."""
-
-
-class WrappedFunctions(Listeners[Listener]):
-    """Subscribers to calls of torch functions, which are replaced by wrappers while there is a listener."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    @abstractmethod
-    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-        """Modules or classes, attribute names, and wrappers, which receive the original as their first argument."""
-
-    def _install(self) -> None:
-        for owner, name, wrapper in () if self._originals else self._wrappers():
-            if (original := owner.__dict__.get(name)) is not None:  # an inherited method is wrapped at its own class
-                self._originals.append((owner, name, original))
-                setattr(owner, name, _wrapped(original, wrapper))
-
-    def _uninstall(self) -> None:
-        for owner, name, original in reversed(self._originals):
-            setattr(owner, name, original)
-        self._originals = []
-
-
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    return call
-
 
 class StepCounter(Protocol):
     """Counts steps in place of a listener, with as few calls as possible."""
@@ -104,8 +39,8 @@ class StepCounter(Protocol):
         """Called after a step, counted or not: whether counting ends."""
 
 
-class StepListener:
-    """A subscriber to optimizer steps, with methods that do nothing."""
+class Listener:
+    """A subscriber to optimizer steps, gradient scalers or clipping functions, with methods that do nothing."""
 
     counter: StepCounter | None = None  # the listener is not called for steps that the counter counts
 
@@ -135,6 +70,71 @@ class StepListener:
     def mute(self, muted: bool) -> None:
         """Ignore backwards (True) between the first return of a closure and the end of its step, or stop to (False)."""
 
+    def before_unscale(self, optimizer: Optimizer) -> None:
+        """A scaler is about to unscale the gradients: last moment at which they are scaled and unclipped."""
+
+    def after_unscale(self, optimizer: Optimizer) -> None:
+        """A scaler has unscaled the gradients in place."""
+
+    def step_skipped(self, optimizer: Optimizer) -> None:
+        """A scaler's `step` was called, but the optimizer was not stepped."""
+
+    def before_clipping(self, parameters: Sequence[Tensor]) -> None:
+        """The gradients of these are about to be clipped, in place."""
+
+    def after_clipping(self, parameters: Sequence[Tensor]) -> None:
+        """The gradients of these are clipped, if they exceeded the limit."""
+
+
+class Listeners:
+    """Subscribers to calls of torch functions, which are replaced by wrappers while there is a subscriber.
+
+    Any thread may subscribe, unsubscribe or cause an event: events iterate over an immutable tuple of listeners.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: tuple[Listener, ...] = ()
+        # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
+        self._lock = threading.RLock()
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def subscribe(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+            self._install()
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Remove a listener. Idempotent."""
+        with self._lock:
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
+            if not self._listeners:
+                self._uninstall()
+
+    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
+        """Modules or classes, attribute names, and wrappers, which receive the original as their first argument."""
+        return ()
+
+    def _install(self) -> None:
+        """Install the wrappers unless they are installed."""
+        for owner, name, wrapper in () if self._originals else self._wrappers():
+            if (original := owner.__dict__.get(name)) is not None:  # an inherited method is wrapped at its own class
+                self._originals.append((owner, name, original))
+                setattr(owner, name, _wrapped(original, wrapper))
+
+    def _uninstall(self) -> None:
+        """Remove the wrappers if they are installed."""
+        for owner, name, original in reversed(self._originals):
+            setattr(owner, name, original)
+        self._originals = []
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return call
+
 
 @dataclass(eq=False)
 class _Step:
@@ -147,7 +147,7 @@ class _Step:
     optimizer: Optimizer
     frame: FrameType
     inside_backward: bool
-    listeners: list[StepListener]
+    listeners: list[Listener]
     is_muted: bool = False
     last_hook: RemovableHandle | None = None
 
@@ -161,7 +161,7 @@ class _Stack(threading.local):
         self.steps: list[_Step] = []
 
 
-class StepHooks(Listeners[StepListener]):
+class StepHooks(Listeners):
     """The only hooks of this process on optimizer steps. They call the listeners that follow the optimizer."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class StepHooks(Listeners[StepListener]):
 
     @dynamo_disabled
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        listeners: list[StepListener] = []
+        listeners: list[Listener] = []
         for listener in self._listeners:
             try:
                 if (counter := listener.counter) is not None and counter.begins(optimizer):
