@@ -1,1 +1,1 @@
-"""."""
+"""Skips steps whose gradients are unhealthy, as all ranks decide together."""

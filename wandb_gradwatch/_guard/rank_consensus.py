@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from .._measure.elements import upload, wide_dtype
-from .._runtime.autograd import Entry
-from .._runtime.sharding import Shards, has_fsdp1, local_part, world_size
-from .._runtime.steps import Listener
-from .guard import raised_to_the_user
+from .._runtime.sharding import has_fsdp1, local_part, world_size
 
 # N parameters of an optimizer
 
@@ -31,12 +27,12 @@ FUNCTION_REFUSED: Final = (
 
 
 def refuse_guard(models: Sequence[nn.Module], *, function: bool) -> None:
-    """Raise at watch() the ValueError that `ConsensusTable.of` would otherwise raise at the first step."""
+    """Raise at watch() the ValueError that `StepSkipping` would otherwise raise at the first step."""
     if world_size() == 1:
         return
     if has_fsdp1(models):
         raise ValueError(FSDP1_REFUSED)
-    if function and any(_is_sharded(parameter) for model in models for parameter in model.parameters()):
+    if function and any(is_sharded(parameter) for model in models for parameter in model.parameters()):
         raise ValueError(FUNCTION_REFUSED)
 
 
@@ -48,7 +44,7 @@ class RankConsensus:
     """
 
     def __init__(self, parameters: dict[int, Tensor]) -> None:
-        sharded: list[Any] = list(filter(_is_sharded, parameters.values()))
+        sharded: list[Any] = list(filter(is_sharded, parameters.values()))
         meshes = {id(parameter.device_mesh): parameter.device_mesh for parameter in sharded}
         self._mesh = max(meshes.values(), key=lambda mesh: int(mesh.size()))
         members = set(self._mesh.mesh.flatten().tolist())
@@ -79,68 +75,13 @@ class RankConsensus:
         return values
 
 
-class FailedRankVoter(Listener):
-    """Votes in place of a monitor that has failed, because the other ranks wait for this rank's vote at every step.
-
-    It abstains, which ends the guard on all ranks at once: this rank cannot tell whether its gradients are healthy, and
-    models would diverge if ranks decided differently.
-    """
-
-    def __init__(self, slot_of_id: Mapping[int, int]) -> None:
-        self._slot_of_id = dict(slot_of_id)
-
-    def follows(self, optimizer: Optimizer) -> bool:
-        return bool(self._entries(optimizer))
-
-    def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
-        return self._entries(inner).keys() <= self._entries(outer).keys()
-
-    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        entries = self._entries(optimizer)
-        if any(map(_is_sharded, entries.values())):
-            RankConsensus(entries).abstain()
-
-    def _entries(self, optimizer: Optimizer) -> dict[int, Tensor]:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return {slot: p for p in parameters if (slot := self._slot_of_id.get(id(p))) is not None}
-
-
-class ConsensusTable:
-    """The RankConsensus of each optimizer; rebuilt when parameters are replaced."""
-
-    def __init__(self, shards: Shards, *, function: bool) -> None:
-        self._shards, self._function = shards, function
-        self._version = -1
-        self._by_slots: dict[tuple[int, ...], RankConsensus] = {}
-
-    def of(self, entries: Sequence[Entry], version: int) -> RankConsensus | None:
-        """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole.
-
-        Raises:
-            CallbackError: the ranks could decide differently.
-        """
-        if not self._shards.any:
-            return None
-        with raised_to_the_user():
-            if self._shards.uses_fsdp1:
-                raise ValueError(FSDP1_REFUSED)
-            if self._function:
-                raise ValueError(FUNCTION_REFUSED)
-            if version != self._version:
-                self._version, self._by_slots = version, {}
-            slots = tuple(slot for slot, _ in entries)
-            if slots not in self._by_slots and any(_is_sharded(parameter) for _, parameter in entries):
-                self._by_slots[slots] = RankConsensus(dict(entries))
-            return self._by_slots.get(slots)
-
-
-def _is_sharded(parameter: Tensor) -> bool:
+def is_sharded(parameter: Tensor) -> bool:
     return type(parameter).__name__ == "DTensor"
 
 
 def _num_shards(parameter: Any) -> int:
     """Return the number of different shards of a parameter."""
-    if not _is_sharded(parameter):
+    if not is_sharded(parameter):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     return math.prod(size for size, placement in sizes if placement.is_shard())

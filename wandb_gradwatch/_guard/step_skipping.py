@@ -5,7 +5,7 @@ before_step   decide()      the open sample's rows of this optimizer -> [non-fin
               fused         the decision stays on the device and is passed to the step as `optimizer.found_inf`
               others        the host reads the decision; an optimizer without gradients changes nothing
 after_step    release()     gradients and found_inf are restored
-sample over   end_step()    the transfer of the numbers to the host begins
+sample over   end_step()    the step's decisions are complete
 later         decide()      the guard learns from them
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -28,12 +28,12 @@ from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, world_size
-from .._runtime.steps import STEP_HOOKS
+from .._runtime.steps import STEP_HOOKS, Listener
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
 from .guard import Present, SkipGuard, raised_to_the_user
-from .rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
+from .rank_consensus import FSDP1_REFUSED, FUNCTION_REFUSED, RankConsensus, is_sharded
 
 # N parameters of an optimizer
 
@@ -46,22 +46,21 @@ _UNHEARD: Final = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Opinion:
     """The statistics and the decision for one optimizer's gradients in a step."""
 
     slots: tuple[int, ...]  # of the parameters
     learns: bool  # whether the guard learns the usual norm from this one
     # [5]: number of non-finite elements, sum of squares, and as 0 or 1: unhealthy, withheld, skipped by a loss scaler.
-    # A tensor until they are sent to the host, a transfer until they are fetched.
-    values: list[float] | Tensor | Transfer
+    values: list[float] | Transfer  # a transfer until they are fetched
 
-    def fetch(self) -> _Opinion:
-        """Return the same with values on the host; waits for the transfer."""
-        if not isinstance(self.values, Transfer):
-            return self
-        self.values.arrived(wait=True)
-        return replace(self, values=self.values.take().tolist())
+    def fetch(self) -> list[float]:
+        """Return the values on the host; waits for the transfer."""
+        if isinstance(self.values, Transfer):
+            self.values.arrived(wait=True)
+            self.values = list(map(float, self.values.take()))
+        return self.values
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,13 @@ class _Stash:
                 parameter.grad = gradient
 
 
-class StepSkipping:
-    """Applies a guard's decisions to the optimizers."""
+class StepSkipping(Listener):
+    """Applies a guard's decisions to the optimizers.
+
+    If the monitor fails, the other ranks still wait for this rank's vote at every step. It then listens to steps itself
+    and abstains, which ends the guard on all ranks at once: this rank cannot tell whether its gradients are healthy,
+    and models would diverge if ranks decided differently.
+    """
 
     def __init__(
         self,
@@ -110,11 +114,13 @@ class StepSkipping:
         self._guard, self._window, self._names, self._known = guard, window, names, known
         self.replay: StepReplay | None = None  # runs a bad step again
         self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
-        self._consensuses = ConsensusTable(shards, function=self.needs_rows)
+        self._shards = shards
+        self._consensuses: dict[tuple[int, ...], RankConsensus] = {}  # of each optimizer, by its slots
+        self._version = -1  # of the parameters, when the consensuses were made
         self._notices = notices
         self._unlearnt: deque[_Step] = deque()
         self._has_voted = False  # on the step that an optimizer is about to make
-        self._voter: FailedRankVoter | None = None  # votes after the monitor has failed
+        self._slot_of_id: Mapping[int, int] | None = None  # after the monitor has failed: the parameters to vote on
         self._pinned_pool = PinnedPool()
         self._stash: list[_Stash] = []
         self._opinions: list[_Opinion] = []  # of the open step
@@ -130,7 +136,7 @@ class StepSkipping:
         Inside the backward gradients arrive one by one, so only non-finite ones count: the total norm is unknown.
         """
         self.learn()
-        consensus = self._consensuses.of(entries, version)
+        consensus = self._consensus(entries, version)
         # With shards use all slots, so that all ranks mean the same parameters: an empty shard may have no gradient.
         slots = tuple(sorted(slot for slot, parameter in entries if consensus or parameter.grad is not None))
         if not slots:
@@ -149,6 +155,26 @@ class StepSkipping:
             values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
 
+    def _consensus(self, entries: Sequence[Entry], version: int) -> RankConsensus | None:
+        """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole.
+
+        Raises:
+            CallbackError: the ranks could decide differently.
+        """
+        if not self._shards.any:
+            return None
+        with raised_to_the_user():
+            if self._shards.uses_fsdp1:
+                raise ValueError(FSDP1_REFUSED)
+            if self._guard.is_bad is not None:
+                raise ValueError(FUNCTION_REFUSED)
+            if version != self._version:
+                self._version, self._consensuses = version, {}
+            slots = tuple(slot for slot, _ in entries)
+            if slots not in self._consensuses and any(is_sharded(parameter) for _, parameter in entries):
+                self._consensuses[slots] = RankConsensus(dict(entries))
+            return self._consensuses.get(slots)
+
     def _present(self, slots: Sequence[int]) -> Present:
         present_P = np.zeros(len(self._names), dtype=bool)
         present_P[list(slots)] = True
@@ -163,7 +189,7 @@ class StepSkipping:
 
     def abstain(self, entries: Sequence[Entry], version: int) -> None:
         """Abstain from a step that is not checked on this rank, so that ranks that check it do not wait."""
-        if (consensus := self._consensuses.of(entries, version)) is not None:
+        if (consensus := self._consensus(entries, version)) is not None:
             self._has_voted = True
             consensus.abstain()
 
@@ -173,8 +199,8 @@ class StepSkipping:
 
     def vote_if_failed(self, optimizer: Optimizer) -> None:
         """If the monitor has failed and has not voted on this step, vote, because the other ranks wait for it."""
-        if self._voter is not None and not self._has_voted:
-            self._voter.before_step(optimizer, inside_backward=False)
+        if self._slot_of_id is not None and not self._has_voted:
+            self.before_step(optimizer, inside_backward=False)
 
     def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
         """After a failure of the monitor, keep voting: where ranks decide together, they wait for every rank.
@@ -183,14 +209,29 @@ class StepSkipping:
         """
         if world_size() == 1:
             return False
-        self._voter = FailedRankVoter(slot_of_id)
-        STEP_HOOKS.subscribe(self._voter)
+        self._slot_of_id = dict(slot_of_id)
+        STEP_HOOKS.subscribe(self)
         return True
 
     def stop_voting(self) -> None:
         """Stop voting, because the watcher is removed. Further calls do nothing."""
-        if self._voter is not None:
-            STEP_HOOKS.unsubscribe(self._voter)
+        STEP_HOOKS.unsubscribe(self)
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        return bool(self._held_by(optimizer))
+
+    def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
+        return self._held_by(inner).keys() <= self._held_by(outer).keys()
+
+    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        parameters = self._held_by(optimizer)
+        if any(map(is_sharded, parameters.values())):
+            RankConsensus(parameters).abstain()
+
+    def _held_by(self, optimizer: Optimizer) -> dict[int, Tensor]:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        slot_of_id = self._slot_of_id or {}
+        return {slot: p for p in parameters if (slot := slot_of_id.get(id(p))) is not None}
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Restore the gradients and `found_inf` of this optimizer, or of all."""
@@ -209,13 +250,9 @@ class StepSkipping:
         if not self._opinions:
             return
         was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
-        opinions = [
-            replace(one, values=self._pinned_pool.send(one.values)) if isinstance(one.values, Tensor) else one
-            for one in self._opinions
-        ]
         self._num_withheld = _sum(self._num_withheld, self._withheld)
+        self._unlearnt.append(_Step(number, self._opinions, was_read))
         self._opinions, self._withheld = [], False
-        self._unlearnt.append(_Step(number, opinions, was_read))
         if len(self._unlearnt) == 1 and was_read:
             self.learn(keep=0)
 
@@ -227,9 +264,8 @@ class StepSkipping:
         while len(self._unlearnt) > keep:
             step = self._unlearnt.popleft()
             bad = skipped = counts = False
-            for opinion in (opinion.fetch() for opinion in step.opinions):
-                assert isinstance(opinion.values, list)
-                num_nonfinite, sum_sq, is_bad, is_withheld, overflowed = opinion.values
+            for opinion in step.opinions:
+                num_nonfinite, sum_sq, is_bad, is_withheld, overflowed = opinion.fetch()
                 if overflowed:  # skipped by the loss scaler
                     continue
                 if opinion.learns and math.isnan(num_nonfinite):
@@ -241,18 +277,21 @@ class StepSkipping:
                 with raised_to_the_user():
                     self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
 
-    def take(self) -> dict[str, Tensor]:
+    def take(self) -> dict[str, Tensor | float]:
         """Return scalars on any device: the steps withheld since the last call, and whether the last step was."""
-        count, self._num_withheld = self._num_withheld, 0.0
-        found = {keys.NUM_GUARDED_STEPS: count, keys.GUARDED: self._last_withheld}
+        count, withheld = self._num_withheld, self._last_withheld
+        self._num_withheld = 0.0
         return {
-            key: value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
-            for key, value in found.items()
+            keys.NUM_GUARDED_STEPS: count,
+            keys.GUARDED: withheld if isinstance(withheld, Tensor) else float(withheld),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's state, and the steps not learned from yet, in plain numbers. Waits for the device."""
-        unlearnt = [asdict(replace(step, opinions=[one.fetch() for one in step.opinions])) for step in self._unlearnt]
+        unlearnt = [
+            {**vars(step), "opinions": [{**vars(one), "values": one.fetch()} for one in step.opinions]}
+            for step in self._unlearnt
+        ]
         return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": float(self._num_withheld)}
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
@@ -319,7 +358,7 @@ class StepSkipping:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
-        self._opinions.append(_Opinion(slots, learns, torch.cat((sums, flags))))
+        self._opinions.append(_Opinion(slots, learns, self._pinned_pool.send(torch.cat((sums, flags)))))
 
 
 def _home(entries: Sequence[Entry]) -> torch.device:
