@@ -381,7 +381,7 @@ def test_a_step_that_raised_hides_no_other_optimizer_for_good():
         pass
 
     first, second = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.0), SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0)
-    rest = Rest(SampleClock(), {1: first}, makers=[1], leaders=[1], wakes_at=1000)
+    rest = Rest(SampleClock(), [(1, first)], leaders=frozenset([1]), is_only_one=True, wakes_at=1000)
     assert rest.begins(first)  # the step raises, so ends() is never called
     passed = [rest.begins(second) for _ in range(200)]
     assert passed[0]  # the second step may be nested in the first one

@@ -57,9 +57,9 @@ class OptimizerRegistry:
         return known[0] != _NOTHING_WATCHED
 
     @property
-    def knows_any(self) -> bool:
-        """Whether any living optimizer owns a watched parameter."""
-        return bool(self._by_key)
+    def num_known(self) -> int:
+        """The number of living optimizers that own a watched parameter."""
+        return len(self._by_key)
 
     def key(self, optimizer: Optimizer) -> int:
         """Return the key of this optimizer; -1 if it owns no watched parameter."""

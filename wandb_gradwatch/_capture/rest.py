@@ -8,9 +8,7 @@ watched parameters.
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from threading import get_ident
 from typing import Final
 
@@ -18,6 +16,7 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import num_nodes_made
 from .._runtime.error_boundary import contained
+from .._runtime.weak_ids import WeakKeyDictionary
 from .clock import SampleClock
 from .open_sample import OpenSample
 from .parts import CaptureParts
@@ -55,17 +54,17 @@ class Resting:
         """Turn the hooks off after a step of this optimizer. Returns None if its steps do not fit the pattern."""
         parts = self._parts
         keys = frozenset[int]().union(*self._last)
-        optimizers = {key: one for key in keys if (one := parts.optimizers.of_key(key)) is not None}
-        if len(optimizers) < len(keys) or parts.optimizers.key(optimizer) not in keys:
+        makers = [(key, one) for key in keys if (one := parts.optimizers.of_key(key)) is not None]
+        if len(makers) < len(keys) or parts.optimizers.key(optimizer) not in keys:
             return None
         parts.clock.discard()
         parts.take_off_hooks(is_alone=not parts.thread.has_company)
         parts.wiring.forget_gradients()
         return Rest(
             parts.clock,
-            {key: one for key in parts.clock.owned if (one := parts.optimizers.of_key(key)) is not None},
-            makers=keys,
+            makers,
             leaders=frozenset.intersection(*self._last),
+            is_only_one=parts.optimizers.num_known == 1,
             wakes_at=parts.schedule.wakes_at(),
         )
 
@@ -79,7 +78,7 @@ class Resting:
             self._parts.thread.step_begins()
         self.boundary.seconds_spent += rest.seconds_spent
         self._parts.schedule.seconds_on_counting += rest.seconds_spent
-        if rest.num_samples:
+        if rest.has_counted:
             self._parts.clock.counted(rest.made_last)
         entries = self._parts.follow()
         self._sample.begin()
@@ -95,70 +94,67 @@ class Rest:
 
     Args:
         clock: the clock whose step is advanced.
-        optimizers: the optimizers that own a watched parameter, by key.
-        makers: keys of the optimizers whose steps are counted; a step of another one ends the rest.
+        makers: the optimizers whose steps are counted, with their keys; a step of another one ends the rest.
         leaders: keys of the optimizers that step in every sample and complete it. Empty: every step is a sample.
+        is_only_one: no other optimizer owns a watched parameter.
         wakes_at: the rest ends before this step.
     """
 
     def __init__(
         self,
         clock: SampleClock,
-        optimizers: Mapping[int, Optimizer],
+        makers: Iterable[tuple[int, Optimizer]],
         *,
-        makers: Collection[int],
-        leaders: Collection[int],
+        leaders: frozenset[int],
+        is_only_one: bool,
         wakes_at: int,
     ) -> None:
         self._clock, self._first_step, self._last_step = clock, clock.step, wakes_at - 1
-        self._thread = get_ident()
+        self._leaders, self._is_only_one, self._thread = leaders, is_only_one, get_ident()
         self.seconds_spent = 0.0
-        self._known = [
-            _Known(key, weakref.ref(one), SCALES.steps_of(one) if key in makers else None)
-            for key, one in optimizers.items()
-        ]
+        self._makers: WeakKeyDictionary[Optimizer, tuple[int, OptimizerSteps]] = WeakKeyDictionary()
+        for key, one in makers:
+            self._makers[one] = key, SCALES.steps_of(one)
         self._last_node = num_nodes_made()
-        self._leaders = frozenset(leaders)
-        self.made_last = self._leaders  # keys of the optimizers of the last sample; others may still join it
+        self.made_last = leaders  # keys of the optimizers of the last sample; others may still join it
         self._stepped: frozenset[int] = frozenset()
-        self._under_way: _Known | None = None
+        self._under_way: tuple[int, OptimizerSteps] | None = None
         self._num_stray = 0
 
     @property
-    def num_samples(self) -> int:
-        """The number of samples that were only counted."""
-        return self._clock.step - self._first_step
+    def has_counted(self) -> bool:
+        """Whether any sample was counted."""
+        return self._clock.step > self._first_step
 
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step. Returns whether the rest goes on: the step is counted, or part of one."""
-        if len(self._known) > 1 and get_ident() != self._thread:
+        if not self._is_only_one and get_ident() != self._thread:
             return False  # a backward for the other optimizers may be running
         began = time.perf_counter()
-        for known in self._known:
-            if known.optimizer() is optimizer and known.steps is not None:
-                self._under_way, self._num_stray = known, 0
-                if known.steps.scaler is not None:
-                    known.steps.note()
-                self.seconds_spent += time.perf_counter() - began
-                return True
-        self._num_stray += 1
-        return self._under_way is not None and self._num_stray < _STRAY and get_ident() == self._thread
+        if (maker := self._makers.get(optimizer)) is None:
+            self._num_stray += 1
+            return self._under_way is not None and self._num_stray < _STRAY and get_ident() == self._thread
+        self._under_way, self._num_stray = maker, 0
+        if maker[1].scaler is not None:
+            maker[1].note()
+        self.seconds_spent += time.perf_counter() - began
+        return True
 
     def ends(self, optimizer: Optimizer) -> bool:
         """An optimizer has stepped. Returns whether the rest is over."""
-        known = self._under_way
-        if known is None or known.optimizer() is not optimizer:
+        maker = self._under_way
+        if maker is None or self._makers.get(optimizer) is not maker:
             return False
         began = time.perf_counter()
         self._under_way, self._last_node = None, num_nodes_made()
-        if len(self._known) == 1 or self._completes(known.key):
+        if self._is_only_one or self._completes(maker[0]):
             self._clock.step += 1
         self.seconds_spent += time.perf_counter() - began
         return self._clock.step >= self._last_step
 
     def skips(self, optimizer: Optimizer) -> bool:
         """A scaler has skipped the step of an optimizer. Returns whether the rest is over."""
-        self._under_way = next((one for one in self._known if one.optimizer() is optimizer and one.steps), None)
+        self._under_way = self._makers.get(optimizer)
         return self.ends(optimizer)
 
     def _completes(self, key: int) -> bool:
@@ -174,12 +170,3 @@ class Rest:
     def may_have_new_gradients(self) -> bool:
         """Whether a forward, and so perhaps a backward, has run since the last counted step."""
         return self._last_node != num_nodes_made()
-
-
-@dataclass(slots=True)
-class _Known:
-    """An optimizer that owns watched parameters during a rest."""
-
-    key: int
-    optimizer: weakref.ref[Optimizer]
-    steps: OptimizerSteps | None  # None: its step ends the rest

@@ -178,9 +178,9 @@ class Sampler(Listener):
         return any(found)
 
     def _learn(self, optimizer: Optimizer, found: list[bool]) -> None:
-        knew_any = self.parts.optimizers.knows_any
+        num_known = self.parts.optimizers.num_known
         follows = self.parts.optimizers.learn(optimizer)
-        has_lost_all = knew_any and not self.parts.optimizers.knows_any
+        has_lost_all = num_known and not self.parts.optimizers.num_known
         if follows:
             self.parts.thread.step_begins()
         if follows or has_lost_all:

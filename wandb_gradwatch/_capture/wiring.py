@@ -110,7 +110,7 @@ class Wiring:
     def backward_begins(self, has_accumulated: bool) -> None:
         """Check which gradients were reset before this backward, while it has written to one gradient at most."""
         if self._without_model is not None:
-            if not self._optimizer_registry.knows_any:
+            if not self._optimizer_registry.num_known:
                 self._notices.append(self._without_model)
             self._without_model = None
         for carried, present in self._with_witnesses():
