@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_interruptions": set(),
     "_measure": {"_interruptions"},
     "_runtime": {"_interruptions"},
-    "_nonfinite": {"_runtime"},
+    "_nonfinite": {"_runtime", "_analysis"},
     "_transfer": {"_measure", "snapshot"},
     "_guard": {"_nonfinite", "_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
     "_capture": {"_interruptions", "_nonfinite", "_measure", "_transfer", "_runtime", "_guard", "snapshot"},

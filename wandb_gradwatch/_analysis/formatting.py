@@ -29,10 +29,10 @@ def number(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else text
 
 
-def listing(items: Collection[Item], describe: Callable[[Item], str] = str) -> str:
+def listing(items: Collection[Item], describe: Callable[[Item], str] = str, *, separator: str = ", ") -> str:
     """List at most five items, then "and N more". Only these are formatted, because a rule may alert at every step."""
-    shown = ", ".join(map(describe, islice(items, MAX_LAYERS)))
-    return f"{shown}, and {len(items) - MAX_LAYERS} more" if len(items) > MAX_LAYERS else shown
+    shown = separator.join(map(describe, islice(items, MAX_LAYERS)))
+    return f"{shown}{separator}and {len(items) - MAX_LAYERS} more" if len(items) > MAX_LAYERS else shown
 
 
 def sentence(fact: str, layers: str, cause: str, remedy: str, more: Collection[str] = ()) -> str:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .._analysis.formatting import listing
+from .._runtime.outputs import is_measurable
 from .._runtime.wrappers import named_modules
 
 _NOT_THE_USERS: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
@@ -28,7 +30,6 @@ _ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # return un
 _OVERWRITES: Final = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.normal_", "aten.uniform_", "aten.random_")
 _NEAR_OVERFLOW: Final = 4.0  # an element within this factor of a half-precision format's maximum is reported
 _HALVES: Final = (torch.float16, torch.bfloat16)
-_MAX_LISTED: Final = 5
 
 Direction = Literal["forward", "backward"]
 
@@ -161,15 +162,15 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     ) -> Any:
         kwargs = kwargs or {}
         operation = str(func.overloadpacket)
-        reads = [leaf for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if is_measurable(leaf)]
         if operation.startswith(_OVERWRITES):
-            reads = reads[1:]
+            given = given[1:]
         is_mutable = func._schema.is_mutable  # it may overwrite what it reads
-        reads = [(tensor.clone() if is_mutable else tensor, _storage(tensor)) for tensor in reads]
+        reads = [(tensor.clone() if is_mutable else tensor, _storage(tensor)) for tensor in given]
         result = func(*args, **kwargs)
         # An operation without a result, such as the optimizers' operations on lists, writes to its arguments.
         written = result if func._schema.returns else _written(func._schema, args, kwargs)
-        outputs = [leaf for leaf in tree_leaves(written) if _has_values(leaf)]
+        outputs = [leaf for leaf in tree_leaves(written) if is_measurable(leaf)]
         if operation.startswith(_ALLOCATES):
             for tensor in outputs:
                 tensor.zero_()  # so that leftovers in uninitialised memory are not reported
@@ -231,7 +232,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def look_at(self, tensor: Tensor, kind: str, name: str) -> Finding | None:
         """Check a parameter, buffer or input before anything runs."""
-        if not _has_values(tensor):
+        if not is_measurable(tensor):
             return None
         has_nan, has_inf = _nan_and_inf(tensor)
         if not (has_nan or has_inf) or (kind != "parameter" and not _is_more_than_a_mask(tensor, nan=has_nan)):
@@ -254,18 +255,14 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         where = "outside of the model" if found.module is None else f"in {found.module or 'the model itself'}"
         lines = [f"{found.operation} {where}, {_place(found.file, found.line)}, made {found.text}."]
         if found.inputs:
-            lines.append(f"It read {_listed(map(str, found.inputs), '; ')}.")
-        passed = _listed(module or "the model itself" for module in origin.reached)
+            lines.append(f"It read {listing(found.inputs, separator='; ')}.")
+        passed = listing(origin.reached, lambda module: module or "the model itself")
         lines.append(f"From there it reached {passed}{', then ' if passed else ''}{sink}.")
         if self.near_overflow:
-            listed = _listed(self.near_overflow, "; ")
+            listed = listing(self.near_overflow, separator="; ")
             lines.append(f"Within a factor of {_NEAR_OVERFLOW:g} of the largest number of their format: {listed}.")
         lines.append(f"Remedy: {REMEDIES[None]}.")
         return replace(found, text="\n".join(lines))
-
-
-def _has_values(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel() > 0
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -313,12 +310,6 @@ def _users_line() -> tuple[str | None, int | None]:
             return file, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None, None
-
-
-def _listed(items: Iterable[str], separator: str = ", ") -> str:
-    found = list(items)
-    rest = [f"and {len(found) - _MAX_LISTED} more"] if len(found) > _MAX_LISTED else []
-    return separator.join(found[:_MAX_LISTED] + rest)
 
 
 def _place(file: str | None, line: int | None) -> str:

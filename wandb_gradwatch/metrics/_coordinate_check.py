@@ -64,8 +64,7 @@ class CoordinateCheck:
         with np.errstate(divide="ignore"):
             logs_WL = np.log(sizes_WL)
         known = np.isfinite(logs_WL).all(axis=0)
-        centred = np.log(self.widths) - np.log(self.widths).mean()
-        slopes = centred @ np.where(known, logs_WL, 0.0) / (centred**2).sum()
+        slopes = np.polyfit(np.log(self.widths), np.where(known, logs_WL, 0.0), 1)[0]
         return np.where(known, slopes, np.nan)
 
     def plot(self, path: str | Path) -> None:

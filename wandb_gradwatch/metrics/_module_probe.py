@@ -248,6 +248,7 @@ class ForwardProbe(ModuleProbe):
         self._depth = 0  # nesting of forwards of whole models: a model may call itself
         self._handled: BaseException | None = None  # the exception being handled when the outermost forward began
         self._stores: list[Store[Any, Any]] = []
+        self._marked: dict[Store[Any, Any], dict[Any, Any]] = {}  # the pending values when the outermost forward began
         self._due = False
         self._seen_any = False  # since the last update
         self._unseen_updates = 0  # consecutive updates without a matching forward
@@ -290,22 +291,21 @@ class ForwardProbe(ModuleProbe):
         self._depth += 1
         if self._depth == 1:
             self._handled = sys.exc_info()[1]
-            for store in self._stores:
-                store.mark()
+            self._marked = {store: dict(store.pending) for store in self._stores}
 
     def _forward_ends(self, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
         # The hook is always called; an exception that was not being handled at the beginning comes from the forward.
         if self._depth == 0 and sys.exc_info()[1] is not self._handled:
             for store in self._stores:
-                store.go_back()
+                store.pending = self._marked.get(store, {})
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._due, self._depth = next_step_is_due, 0
+        self._due, self._depth, self._marked = next_step_is_due, 0, {}
         if not (next_step_is_due or self._in_evaluation):
             self._tap.shut()
             for store in self._stores:
-                store.forget_pending()  # the values belong to no sample
+                store.pending = {}  # the values belong to no sample
             return
         self._look()  # there may be new modules
         roots = {prefix.removesuffix(".") or ROOT for prefix, _ in self._tap.models.alive()}
@@ -315,12 +315,12 @@ class ForwardProbe(ModuleProbe):
         self._tap.open()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        self._marked = {}
         for store in self._stores:
             store.settle()
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        for store in self._stores:
-            store.settle()
+        ForwardProbe.gradients_ready(self, tensors)
         self._tap.shut()  # the forwards of an optimizer that evaluates its closure again are not measured
         if not self._due or self._in_evaluation or not self._tap.models.alive():
             return

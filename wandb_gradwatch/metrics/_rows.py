@@ -34,7 +34,6 @@ class Store(Generic[Key, Value]):
     def __init__(self, merge: Callable[[Value, Value], Value]) -> None:
         self.sample: dict[Key, Value] = {}
         self.pending: dict[Key, Value] = {}
-        self._marked: dict[Key, Value] = {}
         self._merge = merge
 
     def add(self, key: Key, value: Value, *, pending: bool = True) -> None:
@@ -45,22 +44,11 @@ class Store(Generic[Key, Value]):
         """Merge the pending values into the open sample."""
         for key, value in self.pending.items():
             self.add(key, value, pending=False)
-        self.forget_pending()
-
-    def forget_pending(self) -> None:
-        self.pending, self._marked = {}, {}
+        self.pending = {}
 
     def take(self) -> dict[Key, Value]:
         taken, self.sample = self.sample, {}
         return taken
-
-    def mark(self) -> None:
-        """Remember the pending values when a forward begins."""
-        self._marked = dict(self.pending)
-
-    def go_back(self) -> None:
-        """Restore the pending values from `mark`, because the forward failed."""
-        self.pending, self._marked = self._marked, {}
 
 
 def add_on_device(one: Tensor, other: Tensor) -> Tensor:
