@@ -121,7 +121,7 @@ class Befores(dict[str, Tensor]):
         """Yield each kept parameter, its change (float32 for half precision) and its old value, and drop its copy."""
         for tensor in tensors:
             before = self.pop(tensor.name, None)
-            if before is not None and before.shape == tensor.parameter.shape:
+            if before is not None:
                 yield tensor, widened(tensor.parameter) - widened(before), before
 
 
@@ -137,16 +137,10 @@ class ParameterProbe(ModuleProbe):
     def bind(self, models: ModuleIndex) -> None:
         self.check_match("parameter", models.watched_parameters())
 
-    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._found = {}
-        self._befores.clear()  # copies from updates that were never completed
-
     def take(self) -> Mapping[str, Found]:
         found, self._found = self._found, {}
+        self._befores.clear()  # copies from updates that were never completed
         return found
-
-    def close(self) -> None:
-        self._befores.clear()
 
 
 @dataclass(frozen=True)
@@ -187,7 +181,6 @@ class OwnGradientProbe(ParameterProbe):
         return world_size() > 1
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        super().start(next_step_is_due, histogram_is_due)
         self._copies = self._copies or self._num_averaged > 1
         self._forget()
 

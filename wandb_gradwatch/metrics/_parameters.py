@@ -41,7 +41,6 @@ class ParameterHistograms(ParameterProbe):
         return "the histograms of parameters"
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        super().start(next_step_is_due, histogram_is_due)
         self._is_due = histogram_is_due
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -115,10 +114,6 @@ class OptimizerState(ParameterProbe):
     def __init__(self, match: NameFilter | None = None) -> None:
         super().__init__(match)
         self._gradients: dict[str, Tensor] = {}  # [3] by name: sums that are taken before the step
-
-    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        super().start(next_step_is_due, histogram_is_due)
-        self._gradients = {}
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for tensor, state, group in _with_states(tensors):
@@ -286,7 +281,6 @@ class Spectrum(ParameterProbe):
         self.check_match("matrix", matrices)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        super().start(next_step_is_due, histogram_is_due)
         self._since_product += next_step_is_due
         self._has_product = histogram_is_due or self._since_product >= _PRODUCT_EVERY
         if self._has_product:
