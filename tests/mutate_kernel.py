@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 
 KERNEL, LAUNCH, PLAN = "cuda.py", "cuda_launch.py", "cuda_plan.py"
-SMALL, CHUNKS, GENERIC = "cpu_small.py", "cpu_chunks.py", "generic.py"
+CPU, PIECES, GENERIC = "cpu.py", "cpu_pieces.py", "generic.py"
 
 # fmt: off
 FAULTS = (  # one line each, however long
@@ -78,10 +78,10 @@ FAULTS = (  # one line each, however long
     Fault("an unchanged table is trusted too long", PLAN, "if values == self._last:", "if self._last is not None:"),
     Fault("a slot in flight is reused", PLAN, "if self.slots and self.slots[0].is_free()", "if self.slots"),
     Fault("strides are ignored", "elements.py", "tensor.reshape(-1).contiguous()", "tensor.reshape(-1)"),
-    Fault("CPU: the innermost negative is lost", CHUNKS, "np.minimum.reduce(signed)) + sign", "np.maximum.reduce(signed)) + sign"),
-    Fault("CPU: large squares stay in float32", CHUNKS, "_LARGE: Final = FLOAT32.bits_of(2.0**55)", "_LARGE: Final = FLOAT32.bits_of(2.0**90)"),
-    Fault("CPU: zeros count as subnormal", CHUNKS, "counts_K[0] -= positive_zeros", "pass"),
-    Fault("CPU: segments end one early", SMALL, "accumulate(map(Tensor.numel, elements))", "accumulate(e.numel() - 1 for e in elements)"),
+    Fault("CPU: the innermost negative is lost", PIECES, "nearest_G = np.minimum.reduceat(signed", "nearest_G = np.maximum.reduceat(signed"),
+    Fault("CPU: large squares stay in float32", PIECES, "np.float32(2.0**55)", "np.float32(2.0**90)"),
+    Fault("CPU: zeros count as subnormal", PIECES, "codes_GK[:, 0] -= num_positive_G", "pass"),
+    Fault("CPU: pieces end one early", CPU, "accumulate(map(Tensor.numel, tensors))", "accumulate(t.numel() - 1 for t in tensors)"),
     Fault("torch: filling counts as NaN", GENERIC, "sums[:, 1] -= plan.num_filling", "pass"),
     Fault("torch: the fold loses a line", "tiling.py", "np.where(within < np.repeat(counts, groups)", "np.where(within + 1 < np.repeat(counts, groups)"),
 )

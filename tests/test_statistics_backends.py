@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from wandb_gradwatch._measure import tiling
 from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
-from wandb_gradwatch._measure.cpu_chunks import CHUNK, SEGMENT
-from wandb_gradwatch._measure.cpu_small import SMALL
+from wandb_gradwatch._measure.cpu import SMALL
+from wandb_gradwatch._measure.cpu_pieces import PIECE, SEGMENT
 from wandb_gradwatch._measure.elements import Measurement, elements_of
 from wandb_gradwatch._measure.measure import measure, measure_received, resolve_backend
 from wandb_gradwatch._measure.tiling import LINE
@@ -97,7 +97,7 @@ def gradients_of(size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     yield mixed.to(dtype)
 
 
-SIZES = (0, 1, SEGMENT - 1, SEGMENT + 1, LINE - 1, LINE, LINE + 1, SMALL - 1, SMALL, SMALL + 1, CHUNK, CHUNK + 1)
+SIZES = (0, 1, SEGMENT - 1, SEGMENT + 1, LINE - 1, LINE, LINE + 1, SMALL - 1, SMALL, SMALL + 1, PIECE, PIECE + 1)
 
 
 CASES: list[tuple[tuple[int, ...], list[torch.dtype], float, float | None]] = [
@@ -216,7 +216,7 @@ def test_default_dtype_device_autocast_and_determinism_settings_change_nothing(b
 
 
 def test_measuring_twice_gives_the_same_bits(backend: str) -> None:
-    gradients = [g for size in (5, SMALL + 3, CHUNK + 7) for g in gradients_of(size, torch.float32)]
+    gradients = [g for size in (5, SMALL + 3, PIECE + 7) for g in gradients_of(size, torch.float32)]
     first, second = (measure(gradients, gradients, backend=backend).rows.view(torch.int64) for _ in range(2))
     assert torch.equal(first, second)
 

@@ -210,7 +210,7 @@ def shares_from_one(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(cpu_compiled, "_SHARED_FROM", 1)
     monkeypatch.setattr(cpu_compiled, "_PIECE", 2500)
     monkeypatch.setattr(cpu, "_SHARED_FROM", 1)
-    monkeypatch.setattr(cpu, "CHUNK", 2500)
+    monkeypatch.setattr(cpu, "PIECE", 2500)
     return 2500
 
 

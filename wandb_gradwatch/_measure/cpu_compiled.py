@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import cpu
-from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, IntArray, merge_adjacent_rows
+from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, IntArray
 from .compilation import Compilation, after_other_processes
 from .elements import Measurement, Scale, Tensors, readable
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
@@ -102,9 +102,7 @@ def _measure(
         loops(table[some], parameter_table[some], *dead, *bins, rows[some], counts[some])
 
     _run(loop, len(table), shared=starts_N is not None)
-    rows_NC, histogram_NB = rows, counts
-    if starts_N is not None:
-        rows_NC, histogram_NB = merge_adjacent_rows(rows, starts_N), np.add.reduceat(counts, starts_N, axis=0)
+    rows_NC, histogram_NB = (rows, counts) if starts_N is None else cpu.merged(rows, counts, starts_N)
     if not dead_threshold >= 0:
         rows_NC[:, Column.NUM_DEAD] = 0
     return cpu.of_gradients(rows_NC, histogram_NB if histogram else None, num_zeros, exponent)
@@ -152,7 +150,6 @@ def _cut(tables: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
     return cut, starts_N
 
 
-@lru_cache(maxsize=16)
 def _dead_words(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uint64]:
     threshold = math.ldexp(dead_threshold, -exponent)
     return (

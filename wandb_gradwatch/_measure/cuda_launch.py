@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -73,7 +73,6 @@ def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead
     return plan
 
 
-@lru_cache(maxsize=16)
 def _dead_words(dead_threshold: float) -> tuple[int, int]:
     """Return the threshold as float bits: float32 bits doubled plus 1 (dead ones are below), and float64 bits."""
     of_float32 = largest_magnitude_within(dead_threshold, FLOAT32)

@@ -5,10 +5,9 @@ Integer comparisons are exact for every value, including subnormal numbers in a 
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -30,14 +29,9 @@ class FloatBits:
     exponent_bias: int
 
     @property
-    def sign_shift(self) -> int:
-        """The position of the sign bit, which is the highest bit."""
-        return self.unsigned.itemsize * 8 - 1
-
-    @property
     def sign(self) -> int:
-        """The sign bit, which equals the bits of negative zero."""
-        return 1 << self.sign_shift
+        """The sign bit, which is the highest bit and equals the bits of negative zero."""
+        return 1 << (self.unsigned.itemsize * 8 - 1)
 
     @property
     def infinity(self) -> int:
@@ -54,36 +48,33 @@ class FloatBits:
         """The number of codes, K."""
         return 1 << (self.unsigned.itemsize * 8 - self.code_shift)
 
-    def bits_of(self, value: float) -> int:
-        """Return the bits of a value, which must be exact in this dtype."""
-        return int(np.array([value], dtype=self.float_dtype).view(self.unsigned)[0])
-
-    def value(self, magnitude: int) -> float:
-        """Return the float with these bits, without a sign."""
-        if self.mantissa_bits == 23 and magnitude < 1 << 23:
-            return magnitude * 2.0**-149  # a conversion would flush subnormals in a process that enabled flushing
-        code = "<f" if self.mantissa_bits == 23 else "<d"
-        return float(struct.unpack(code, magnitude.to_bytes(self.unsigned.itemsize, "little"))[0])
-
-    def values(self, magnitudes: npt.NDArray[Any]) -> FloatArray:
-        """Return the floats with these bits, without signs, in float64."""
+    def values(self, bits: npt.NDArray[Any]) -> FloatArray:
+        """Return the floats with these bits, in float64."""
         if self.mantissa_bits == 52:
-            return magnitudes.view(self.float_dtype)
-        subnormal = magnitudes * 2.0**-149
-        normal = magnitudes.view(self.float_dtype).astype(np.float64)
-        return np.where(magnitudes < 1 << self.mantissa_bits, subnormal, normal)
+            return bits.view(self.float_dtype)
+        values = bits.view(self.float_dtype).astype(np.float64)
+        magnitude = bits & (self.sign - 1)
+        subnormal = magnitude < 1 << self.mantissa_bits
+        if subnormal.any():  # the conversion flushed them to zero in a process that enabled flushing
+            values = np.where(subnormal, np.copysign(magnitude * 2.0**-149, values), values)
+        return values
 
 
 FLOAT32: Final = FloatBits(np.dtype(np.float32), np.dtype(np.uint32), np.dtype(np.int32), 23, 127)
 FLOAT64: Final = FloatBits(np.dtype(np.float64), np.dtype(np.uint64), np.dtype(np.int64), 52, 1023)
 
 
+@lru_cache(maxsize=64)
 def largest_magnitude_within(threshold: float, layout: FloatBits) -> int:
     """Return the bits of the largest finite float whose magnitude is <= threshold; -1 if there is none."""
     if not threshold > 0:  # the usual case
         return 0 if threshold == 0 else -1
+
+    def value(magnitude: int) -> float:
+        return float(layout.values(np.array([magnitude], dtype=layout.unsigned))[0])
+
     # Search the bits: converting the threshold could round it up.
-    return bisect_right(range(layout.infinity), threshold, key=layout.value) - 1
+    return bisect_right(range(layout.infinity), threshold, key=value) - 1
 
 
 @cache
@@ -107,10 +98,16 @@ def bin_of_code(layout: FloatBits, exponent: int) -> IntArray:
 
 def bins_from_codes(codes_NK: IntArray, layout: FloatBits, exponent: int) -> IntArray:
     """Add up the counts of codes into histogram bins: [N, B]."""
-    bins = bin_of_code(layout, exponent)
-    order = np.argsort(bins, kind="stable")
+    order, bounds = _codes_by_bin(layout, exponent)
     running = np.zeros((len(codes_NK), layout.num_codes + 1), dtype=np.int64)
     np.cumsum(codes_NK[:, order], axis=1, out=running[:, 1:])
-    bounds = np.searchsorted(bins[order], np.arange(NUM_BINS + 1))
     histogram: IntArray = np.diff(running[:, bounds], axis=1)
     return histogram
+
+
+@cache
+def _codes_by_bin(layout: FloatBits, exponent: int) -> tuple[IntArray, IntArray]:
+    """Return the codes in the order of their bins: [K], and where the codes of each bin begin and end: [B + 1]."""
+    bins = bin_of_code(layout, exponent)
+    order = np.argsort(bins, kind="stable")
+    return order, np.searchsorted(bins[order], np.arange(NUM_BINS + 1))
