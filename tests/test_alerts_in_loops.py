@@ -284,3 +284,21 @@ def test_lora_a_frozen_backbone_a_warm_up_from_0_and_lbfgs_that_has_converged_ar
         return loss
 
     assert run(fitted, lambda number: lbfgs.step(closure), steps=60) == []
+
+
+def test_a_layer_that_only_an_earlier_stage_trained_has_not_lost_its_gradient() -> None:
+    hint, model = nn.Linear(8, 2), net()
+    both = nn.ModuleDict({"hint": hint, "model": model})
+    optimizer = SGD([*model[:2].parameters(), *hint.parameters()], lr=0.1)
+
+    def advance(number: int) -> None:
+        nonlocal optimizer
+        if number == 41:  # the hint keeps its last gradient, which the new optimizer does not reset
+            optimizer = SGD(model.parameters(), lr=0.1)
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        output = hint(model[:2](x)) if number <= 40 else model(x)
+        nn.functional.mse_loss(output, x[:, :2].sin()).backward()
+        optimizer.step()
+
+    assert run(both, advance, steps=100, sample_every=1) == []

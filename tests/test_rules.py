@@ -442,6 +442,7 @@ def random_weight(gain: float, units: int = 32) -> np.ndarray:
     [
         (random_weight(1.0), None),
         (np.eye(32, dtype=np.float32), None),  # gain 1: a recurrence may start as the identity
+        (np.full((32, 32), np.float32(1 / 32)), None),  # an average of the inputs, as DLinear begins with
         (np.full((32, 32), np.float32(0.05)), "all elements of a weight are equal"),
         (random_weight(3.0), "far larger"),  # above 2.5
         (random_weight(0.01), "far smaller"),  # below 0.03

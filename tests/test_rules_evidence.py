@@ -165,6 +165,14 @@ def test_units_that_are_switched_off_while_others_learn_are_no_alarm(shares: lis
     assert bool(steps(DeadGradient(), together(samples))) == is_told
 
 
+@pytest.mark.parametrize(("apart", "is_told"), [(1, True), (60, False)])
+def test_units_that_died_in_steps_that_were_not_measured_may_have_died_one_by_one(apart: int, is_told: bool) -> None:
+    """The default cadence measures the first ten steps, and may then measure only every 60th."""
+    later = [10 + apart * n for n in (1, 2)]
+    samples = [sample_of(units(26 if s > 10 else 12) | {"b.weight": [1.0]}, step=s) for s in [*range(1, 11), *later]]
+    assert bool(steps(DeadGradient(), together(samples))) == is_told
+
+
 @pytest.mark.parametrize(("b", "told"), [(0.0, False), (1.0, True)])
 def test_a_layer_that_waits_for_a_weight_of_0_is_not_dead_however_long(b: float, told: bool) -> None:
     """Like LoRA with a learning rate of 0 in the first steps: B stays 0, so A gets no gradient."""
@@ -734,10 +742,17 @@ def test_a_first_gradient_far_beyond_the_parameters_is_no_learning_rates(ratio: 
     assert ("learning rate too high" in text) != is_alone
 
 
-@pytest.mark.parametrize(("names", "told"), [("0 1", 1), ("1 0", 0)])  # the last bias may fit the mean of the targets
-def test_biases_far_from_0_close_their_units_or_gates(names: str, told: int) -> None:
+@pytest.mark.parametrize(
+    ("names", "bias", "told"),
+    [
+        ("0 1", -40.0, 1),
+        ("1 0", -40.0, 0),  # the last bias may fit the mean of the targets
+        ("0 1", -5.1, 0),  # Mamba's step sizes: softplus(-4.6) = 0.01, from 0.001 to 0.1
+    ],
+)
+def test_biases_far_from_0_close_their_units_or_gates(names: str, bias: float, told: int) -> None:
     rng = np.random.default_rng(0)
-    sizes = dict(zip(names.split(), (-40.0, 0.0), strict=True))
+    sizes = dict(zip(names.split(), (bias, 0.0), strict=True))
     parameters = {}
     for name in sorted(sizes):
         parameters |= {f"{name}.weight": rng.normal(0, 0.2, (32, 32)), f"{name}.bias": np.full(32, sizes[name])}

@@ -331,7 +331,7 @@ class OpenSample(Listener):
             not_stepped = sorted(set(parts.seen.slots).difference(*updated))
             if not_stepped:
                 parts.window.clear(not_stepped)
-                parts.optimizers.left_out.update(not_stepped)
+                parts.optimizers.left_out.update(closed.marked.intersection(not_stepped))
             parts.wiring.sample_closed(closed.marked, parts.clock.owner)
         loss = parts.loss.take()
         found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss

@@ -36,7 +36,7 @@ class OptimizerRegistry:
         self._appointed: Callable[[], Optimizer | None] = (
             (lambda: None) if appointed is None else weakref.ref(appointed)
         )
-        self.left_out: set[int] = set()  # slots that had a gradient in a sample, but were not updated
+        self.left_out: set[int] = set()  # slots that a backward reached, but no optimizer updated
         self._known: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._num_keys = 0

@@ -64,14 +64,15 @@ class PoorInitialisation(ShippedRule):
         min_gain: smallest median of this gain over the layers, unless most are frozen. Faults: 0.006.
         max_rms: largest RMS of a weight whose fan-in is unknown. Healthy: up to 1.03.
         max_recurrent_gain: largest gain of a recurrent weight, which multiplies a state repeatedly. Orthogonal: 1.
-        max_bias: largest root mean square (RMS) of a bias, except the last one. Healthy: up to 0.7.
+        max_bias: largest root mean square (RMS) of a bias, except the last one. Healthy: up to 4.8 (the step
+            sizes of Mamba); faults: from 10.
     """
 
     max_gain: float = 2.5
     min_gain: float = 0.03
     max_rms: float = 10.0
     max_recurrent_gain: float = 1.5
-    max_bias: float = 5.0
+    max_bias: float = 7.0
     _is_over: bool = field(default=False, init=False)
 
     title: ClassVar[str] = "Initial weights"
@@ -357,7 +358,8 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
     """Return the names of the weights whose elements all have the same absolute value, other than 0.
 
     Their root mean square is exactly a float32 number. That of random weights is so at most once in 10,000 layers; that
-    of an identity, with gain 1, is so too, and is left out.
+    of an identity, with gain 1, is so too, and is left out. So are weights of 1 / fan-in, which take an average on
+    purpose, as DLinear's do at first.
     """
     found = []
     for name, gain in gains.items():
@@ -365,7 +367,8 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
         size = float(snapshot.num_elements[sample, place])
         rms = math.sqrt(float(snapshot.column(Column.PARAM_SUM_SQ)[sample, place]) / size)
         is_exact = abs(rms - float(np.float32(rms))) < _EXACT * rms
-        if is_exact and size >= MIN_WEIGHTS and abs(gain - 1.0) > 1e-3:
+        is_on_purpose = abs(gain - 1.0) < 1e-3 or abs(gain**2 - rms) < 1e-3 * rms
+        if is_exact and size >= MIN_WEIGHTS and not is_on_purpose:
             found.append(name)
     return found
 

@@ -206,6 +206,7 @@ class DeadGradient(ShippedRule):
     patience: int = 10
     # The dead ratios of the last samples, [P] each
     _recent: deque[FloatArray] = field(default_factory=deque, init=False, repr=False)
+    _steps: deque[int] = field(default_factory=deque, init=False, repr=False)  # the steps of these samples
     _largest: float = field(default=0.0, init=False)
     _names: tuple[str, ...] = field(default=(), init=False, repr=False)
     _dead: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules without any gradient
@@ -240,8 +241,10 @@ class DeadGradient(ShippedRule):
                 else snapshot.dead_ratio[sample]
             )
             self._recent.append(dead_P)
+            self._steps.append(seen.step)
             if len(self._recent) > self.patience:
                 self._recent.popleft()
+                self._steps.popleft()
             few_dead = seen.most[Column.NUM_DEAD] < self.max_ratio * num_elements
             if few_dead or self._are_few(names, dead_P):  # the usual case; nothing is missing
                 self._dead.end(modules, 1)
@@ -315,6 +318,9 @@ class DeadGradient(ShippedRule):
         # The rise must exceed the earlier range: with steps between samples, units that die one by one rise far too.
         largest_L, least_L = np.max(earlier, axis=0, initial=0.0), np.min(earlier, axis=0, initial=1.0)
         have_died_L &= newest.min(axis=0) - largest_L > np.maximum(_AT_ONCE, largest_L - least_L)
+        # Ten samples in a row do not show how far the shares rise until a sample 100 steps later.
+        steps = list(self._steps)
+        have_died_L &= len(earlier) == 0 or steps[-2] - steps[-3] <= max(steps[-3] - steps[0], 1)
         have_died_L &= newest.max(axis=0) < 1.0  # `_have_died` finds whole layers
         have_died_L[-1] = False  # after the last layer comes the loss: its units may be outputs out of use
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
