@@ -34,6 +34,10 @@ def zeros(x):
     return 0 * x
 
 
+def log_after_a_module_of_no_model(x):
+    return nn.Identity()(zeros(x)).log()  # bad
+
+
 def log_of_zero(x):
     return zeros(x).log()  # bad
 
@@ -118,6 +122,7 @@ def line_of(function, mark="# bad"):
 
 CASES = [
     (log_of_zero, "aten.log", "forward"),
+    (log_after_a_module_of_no_model, "aten.log", "forward"),
     (root_of_zero, "aten.sqrt", "backward"),
     (zero_by_zero, "aten.div", "forward"),
     (normalised_zero, "aten.div", "forward"),
@@ -217,6 +222,38 @@ def test_intended_infinities_are_no_finding(function):
     assert find_nonfinite(Model(function), X) is None
 
 
+OUTSIDE, INFINITE = torch.tensor([0.0, -INF]), torch.tensor([0.0, INF])  # made before anything is traced
+
+
+@pytest.mark.parametrize("loss", [lambda y: y.masked_fill(OUTSIDE < 0, -INF) + 1, lambda y: y + OUTSIDE])
+def test_intended_infinities_that_reach_the_loss_are_no_finding(loss):
+    assert find_nonfinite(nn.Linear(2, 2), X, loss) is None
+
+
+def test_an_infinity_from_outside_is_no_mask():
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)  # Inf - Inf makes a NaN
+    with torch.no_grad(), trace_nonfinite(model) as trace:
+        model(INFINITE.masked_fill(INFINITE == 0, -INF))
+    assert trace.finding.operation == "aten.masked_fill"
+
+
+@pytest.mark.parametrize(
+    ("loss", "operation", "num_inputs"),
+    [
+        (lambda y: torch.log(0 * y.detach(), out=torch.empty_like(y)), "aten.log", 2),
+        (lambda y: torch.empty_like(y, dtype=torch.half).copy_(1e30 * (1 + y.square())), "aten.copy_", 1),
+    ],
+)
+def test_what_is_overwritten_before_it_is_read_is_no_cause(loss, operation, num_inputs):
+    torch.use_deterministic_algorithms(True)  # fills memory that is not initialised with NaN
+    try:
+        finding = find_nonfinite(nn.Linear(2, 2), X, loss)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (finding.operation, len(finding.inputs)) == (operation, num_inputs)
+
+
 @dataclasses.dataclass
 class Batch:
     x: torch.Tensor
@@ -255,11 +292,12 @@ def test_a_derivative_inside_of_a_checkpoint_is_found(reentrant):
 def test_operations_near_the_end_of_a_half_precision_format_are_listed():
     def near(x):
         y = (0 * x + 20000).half()  # 65504 / 4 = 16376 is exceeded
-        return (y * 4).float()  # 80000 is not representable
+        return (y * 4 + y / 2).float()  # 80000 is not representable, and 10000 is not near
 
     finding = find_nonfinite(Model(near), X)
     assert finding.operation == "aten.mul"
     assert "Within a factor of 4 of the largest number of their format: aten._to_copy in blocks.1" in finding.text
+    assert "aten.div" not in finding.text
 
 
 class Noisy(Model):
@@ -294,6 +332,7 @@ def test_nothing_is_changed(function):
     assert torch.equal(before[2], after[2])
     assert before[3] == after[3]
     assert [module.training for module in model.modules()] == modes
+    assert not nn.modules.module._global_forward_pre_hooks
     optimizer.zero_grad()
     functional.relu(model(X)).sum().backward()  # the hooks are back
     assert len(calls) == 2 * before[3]

@@ -186,35 +186,29 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _follow(self, output: Tensor, call: Finding, reads: list[_Read], given: Any) -> None:
         has_nan, has_inf = _nan_and_inf(output)
         if not has_nan and not has_inf:
-            if output._base is None:  # if it is a view, the rest of the storage may still be bad
-                self._origins.pop(_storage(output), None)
             if output.dtype in _HALVES and output.detach().abs().max() > torch.finfo(output.dtype).max / _NEAR_OVERFLOW:
                 place = "" if call.module is None else f" in {call.module or 'the model itself'}"
                 self.near_overflow[f"{call.operation}{place}, {_place(call.file, call.line)}"] = None
             return
         sources: list[_Origin] = []
-        reads_nan = reads_mask = reads_unknown = False
+        are_masks: list[bool] = []  # of each bad tensor that it read and whose origin is not known
         for values, storage in reads:
             nan, inf = _nan_and_inf(values)
             if nan or inf:
-                known = self._origins.get(storage)
-                if known is not None:
+                if (known := self._origins.get(storage)) is not None:
                     sources.append(known[1])
-                    reads_nan = reads_nan or nan
-                elif _is_more_than_a_mask(values, nan=nan):
-                    reads_unknown = True
                 else:
-                    reads_mask = True
+                    are_masks.append(not _is_more_than_a_mask(values, nan=nan))
         node = torch._C._current_autograd_node()
         # In a backward: the forward operation whose derivative is being computed.
         forward = call if node is None else self._calls.get(node._sequence_nr())
         guilty = [origin for origin in sources if not origin.is_intended]
-        if guilty or (sources and (reads_nan or not has_nan)):
+        if guilty or (sources and not has_nan):
             origin = min(guilty or sources, key=lambda one: one.number)
             if forward is not None and forward.module is not None:
                 origin.reached[forward.module] = None
         else:  # the operation read nothing bad with a known origin, or made a NaN from a mask
-            writes_inf = reads_mask or any(math.isinf(value) for value in _numbers(given))
+            writes_inf = any(are_masks) or any(math.isinf(value) for value in _numbers(given))
             words = made(output)
             if node is not None:
                 if forward is None or isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -227,7 +221,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             direction: Direction = "forward" if node is None else "backward"
             inputs = tuple(InputRange.of(values) for values, _ in reads)
             found = replace(call, direction=direction, inputs=inputs, text=words)
-            origin = _Origin(found, writes_inf and not has_nan and not reads_unknown)
+            origin = _Origin(found, writes_inf and not has_nan and all(are_masks))
         self._origins[_storage(output)] = (output, origin)
 
     def look_at(self, tensor: Tensor, kind: str, name: str) -> Finding | None:
