@@ -115,6 +115,7 @@ class Budget:
     BURST: Final = 32  # number of consecutive samples in a burst
     _DEBT_STEPS: Final = 50  # from the third on, only while monitoring has cost less than this many steps
     _SAVED: Final = 0.1  # share of the credit that is saved for bursts
+    _FOR_CHECKS: Final = 0.2  # share of the credit for spot checks
     _FOR_SAMPLES: Final = 0.5  # the least share of the credit for samples, however much counting steps costs
 
     def __init__(self, max_overhead: float) -> None:
@@ -126,7 +127,7 @@ class Budget:
         self._forfeited = 0.0  # credit beyond the cost of two bursts, which is dropped
         self._num_samples = 0
         self._burst_left = 0
-        self._is_covered = False  # whether the credit covers one more sample
+        self.is_covered = False  # whether the credit, or the debt that the first steps may make, covers one more sample
         self._step_seconds: deque[float] = deque(maxlen=5)  # without monitoring; the median ignores an evaluation
         self._costs: deque[float] = deque(maxlen=3)  # seconds per sample, without rows
         self._costs_of_rows: deque[float] = deque(maxlen=3)
@@ -138,7 +139,12 @@ class Budget:
     def look_closely(self) -> bool:
         """Start a burst of consecutive samples, paid from the savings. Returns whether they cover the next sample."""
         self._burst_left = self.BURST
-        return self._is_covered
+        return self.is_covered
+
+    def checks_every(self, seconds: float) -> int:
+        """Return the steps between spot checks that take so many seconds each: they get a fifth of the credit."""
+        earned_per_step = self._limit * statistics.median(self._step_seconds)
+        return math.ceil(seconds / (self._FOR_CHECKS * earned_per_step))
 
     def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_counting: float) -> Plan:
         """Account for a sample, and return the plan for the next one.
@@ -181,8 +187,8 @@ class Budget:
         # One-time costs fall on the first sample: the second one shows the usual cost.
         if self._num_samples < 2 or (self._num_samples < self.FIRST and is_affordable):
             every = 1
-        self._is_covered = credit >= cost
-        if self._burst_left and self._is_covered:
+        self.is_covered = credit >= cost or (is_affordable and self._num_samples < self.FIRST + self.BURST)
+        if self._burst_left and self.is_covered:
             self._burst_left, every = self._burst_left - 1, 1
         else:
             self._burst_left = 0

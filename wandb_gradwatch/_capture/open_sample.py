@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import contained
-from .._runtime.steps import Listener
 from .._transfer.transfers import Sample
 from ..snapshot import keys
 from .clock import Closed
@@ -22,7 +21,7 @@ from .probes import Probe, WatchedTensor
 from .scaling import SCALES
 
 
-class OpenSample(Listener):
+class OpenSample:
     """Measures the gradients of the open sample at the right moments, and commits the sample when it is closed."""
 
     def __init__(self, parts: CaptureParts, measurer: Measurer) -> None:
@@ -40,6 +39,9 @@ class OpenSample(Listener):
         self.by_torch = False  # whether one of torch's functions has clipped
         self.was_reset = False  # whether gradients of earlier backwards were reset without a step
         self._learning_rate = math.nan  # the largest among the optimizers that step in this sample
+        # Facts about the loop, for spot checks: whether anything but torch's functions changes or assigns gradients, or
+        # makes them in a closure; and whether torch's functions have clipped in the last sample.
+        self.gradients_change = self.is_clipped_by_torch = False
 
     def begin(self) -> None:
         """Open a new sample."""
@@ -61,6 +63,16 @@ class OpenSample(Listener):
         self._clipped, self._received, self.by_torch = set(), set(), False  # those were of an earlier backward
         self._measure(present)
         self._drop_zeros_among(present)
+
+    def measure_found(self, entries: Sequence[Entry]) -> None:
+        """Measure the gradients of a backward that ran without hooks, because a spot check has found one unusual.
+
+        Parameters that had no gradient in the last sample count as reached if their gradient is not 0.
+        """
+        clock = self._parts.clock
+        clock.marked |= {slot for slot, p in entries if p.grad is not None and slot in clock.marked_before}
+        self.measure_present(entries)
+        self.mark_present(entries)
 
     def _drop_zeros_among(self, entries: Iterable[Entry]) -> None:
         """Drop the rows of unmarked gradients that are 0: zero_grad(set_to_none=False) has left them."""
@@ -99,6 +111,7 @@ class OpenSample(Listener):
         found = parts.seen.inspect(entries, inside_backward=False)
         if found.late:
             self._measure(found.late)
+        self.gradients_change |= bool(found.changed or found.unclear)
         compared = parts.schedule.compared(found.unchanged)  # a write through `.data` shows only in the values
         found.changed += compared
         self._compared_early += tuple(slot for slot, _ in compared if slot not in self._clipped)
@@ -165,6 +178,7 @@ class OpenSample(Listener):
             parts.clock.marked.update(slot for slot, _ in found.late)
         self._measurer.correct_scale(optimizer)
         masters = parts.optimizers.masters(optimizer)
+        self.gradients_change |= bool(found.unclear or masters or (found.changed and not self.by_torch))
         if found.gone and masters is None:
             self._drop(found)
         if found.late:
@@ -333,6 +347,7 @@ class OpenSample(Listener):
                 parts.window.clear(not_stepped)
                 parts.optimizers.left_out.update(closed.marked.intersection(not_stepped))
             parts.wiring.sample_closed(closed.marked, parts.clock.owner)
+        self.is_clipped_by_torch = self.by_torch
         loss = parts.loss.take()
         found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss
         if parts.guard is not None:

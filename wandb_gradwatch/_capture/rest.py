@@ -21,6 +21,7 @@ from .clock import SampleClock
 from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALES, OptimizerSteps
+from .spot_check import SpotCheck, spot_check_of
 
 _REGULAR: Final = 4  # number of consecutive samples that show the pattern of steps
 _LEAST: Final = 3  # least number of steps for which turning the hooks off and on pays
@@ -33,6 +34,8 @@ class Resting:
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         self._parts, self._sample, self.boundary = parts, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
+        self._spot_check: SpotCheck | None = None
+        self._chosen_for = -1  # the version of the registry for which `_spot_check` was chosen
 
     def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
         """Record which optimizers have made a sample."""
@@ -57,6 +60,7 @@ class Resting:
         makers = [(key, one) for key in keys if (one := parts.optimizers.of_key(key)) is not None]
         if len(makers) < len(keys) or parts.optimizers.key(optimizer) not in keys:
             return None
+        spot_check = self._spot_check_of(optimizer) if len(keys) == 1 else None
         parts.clock.discard()
         parts.take_off_hooks(is_alone=not parts.thread.has_company)
         parts.wiring.forget_gradients()
@@ -66,7 +70,23 @@ class Resting:
             leaders=frozenset.intersection(*self._last),
             is_only_one=parts.optimizers.num_known == 1,
             wakes_at=parts.schedule.wakes_at(),
+            spot_check=spot_check,
         )
+
+    def _spot_check_of(self, optimizer: Optimizer) -> SpotCheck | None:
+        """Return the check between samples; None if the user chose the samples, or if gradients change unseen."""
+        parts, version = self._parts, self._parts.registry.version
+        if not parts.schedule.may_add_samples or self._sample.gradients_change or SCALES.last_used is not None:
+            return None
+        if parts.thread.has_company:  # another thread's backward may write to the gradient
+            return None
+        if self._chosen_for != version:
+            self._chosen_for = version
+            self._spot_check = spot_check_of(optimizer, parts.optimizers.entries(optimizer))
+        if self._spot_check is not None:
+            parts.schedule.plan(self._spot_check)
+            self._spot_check.at_clipping = self._sample.is_clipped_by_torch
+        return self._spot_check
 
     @contained
     def end(self, rest: Rest, before_step_of: Optimizer | None) -> None:
@@ -81,8 +101,12 @@ class Resting:
         if rest.has_counted:
             self._parts.clock.counted(rest.made_last)
         entries = self._parts.follow()
+        if rest.has_found:
+            self._parts.schedule.sample_now()
         self._sample.begin()
-        if before_step_of is not None and rest.may_have_new_gradients:
+        if rest.has_found:
+            self._sample.measure_found(entries)
+        elif before_step_of is not None and rest.may_have_new_gradients:
             self._sample.mark_present(entries)
 
 
@@ -98,6 +122,7 @@ class Rest:
         leaders: keys of the optimizers that step in every sample and complete it. Empty: every step is a sample.
         is_only_one: no other optimizer owns a watched parameter.
         wakes_at: the rest ends before this step.
+        spot_check: ends the rest before a step or a clipping whose gradient it finds unusual.
     """
 
     def __init__(
@@ -108,6 +133,7 @@ class Rest:
         leaders: frozenset[int],
         is_only_one: bool,
         wakes_at: int,
+        spot_check: SpotCheck | None = None,
     ) -> None:
         self._clock, self._first_step, self._last_step = clock, clock.step, wakes_at - 1
         self._leaders, self._is_only_one, self._thread = leaders, is_only_one, get_ident()
@@ -120,6 +146,8 @@ class Rest:
         self._stepped: frozenset[int] = frozenset()
         self._under_way: tuple[int, OptimizerSteps] | None = None
         self._num_stray = 0
+        self._spot_check = spot_check
+        self.has_found = False  # whether the spot check has found an unusual gradient
 
     @property
     def has_counted(self) -> bool:
@@ -134,11 +162,26 @@ class Rest:
         if (maker := self._makers.get(optimizer)) is None:
             self._num_stray += 1
             return self._under_way is not None and self._num_stray < _STRAY and get_ident() == self._thread
+        if self._finds(optimizer, at_clipping=False):
+            return False
         self._under_way, self._num_stray = maker, 0
         if maker[1].scaler is not None:
             maker[1].note()
         self.seconds_spent += time.perf_counter() - began
         return True
+
+    def finds_at_clipping(self) -> bool:
+        """One of torch's functions is about to clip gradients. Returns whether the rest is over."""
+        began = time.perf_counter()
+        finds = any([self._finds(one, at_clipping=True) for one in self._makers])
+        self.seconds_spent += time.perf_counter() - began
+        return finds
+
+    def _finds(self, optimizer: Optimizer, *, at_clipping: bool) -> bool:
+        check = self._spot_check
+        if check is not None and at_clipping == check.at_clipping and check.is_due(self._clock.open_step):
+            self.has_found = check.finds(optimizer)
+        return self.has_found
 
     def ends(self, optimizer: Optimizer) -> bool:
         """An optimizer has stepped. Returns whether the rest is over."""

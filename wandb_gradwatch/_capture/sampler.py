@@ -81,7 +81,7 @@ class Sampler(Listener):
         self.parts.wiring.begins(self.parts.follow())
         self._sample.begin()
         SCALES.subscribe(self)
-        CLIP_FUNCTIONS.subscribe(self._sample)
+        CLIP_FUNCTIONS.subscribe(self)
         STEP_HOOKS.subscribe(self)
 
     def stop(self) -> None:
@@ -92,7 +92,7 @@ class Sampler(Listener):
         self.counter = None
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
-        CLIP_FUNCTIONS.unsubscribe(self._sample)
+        CLIP_FUNCTIONS.unsubscribe(self)
         self._hooks.remove()
         if self._guard is not None:
             if not self.parts.thread.is_another:  # otherwise after_step() gives withheld gradients back
@@ -195,6 +195,7 @@ class Sampler(Listener):
 
     @contained
     def before_closure(self, optimizer: Optimizer) -> None:
+        self._sample.gradients_change = True
         self.parts.optimizer_found()
         self._commit(self._clock.step_begins(self.parts.optimizers.key(optimizer)))
 
@@ -288,6 +289,17 @@ class Sampler(Listener):
     def after_unscale(self, optimizer: Optimizer) -> None:
         if self.parts.is_measured:
             self._sample.after_unscale(optimizer)
+
+    def before_clipping(self, parameters: Sequence[Tensor]) -> None:
+        try:
+            if self.counter is not None and self.counter.finds_at_clipping():
+                self.end_counting()
+        except Exception as error:
+            self.counting_failed(error)
+        self._sample.before_clipping(parameters)
+
+    def after_clipping(self, parameters: Sequence[Tensor]) -> None:
+        self._sample.after_clipping(parameters)
 
     @contained
     def take_loss(self, value: Tensor, *, is_share: bool) -> None:

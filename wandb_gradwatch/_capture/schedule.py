@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from .._runtime.autograd import Entry
 from .cadence import Budget, Cadence, Plan
 from .clock import SampleClock
+from .spot_check import SpotCheck
 
 # Old code clips through `p.grad.data`, which the version counter does not show. So the first samples and the last one
 # of every window are compared by value; after one difference every sample is. If flushes follow each other closely,
@@ -151,6 +152,21 @@ class Schedule:
         is_covered = self._budget.look_closely()
         if is_covered and self.is_open_ended and self.ranks is None and not self.is_sampled:
             self._next_sample = min(self._next_sample, self._clock.open_step + 1)
+
+    @property
+    def may_add_samples(self) -> bool:
+        """Whether a spot check may add samples: the budget of this process decides alone which steps are sampled."""
+        return self.is_open_ended and self.ranks is None and self.trusts_versions
+
+    def plan(self, check: SpotCheck) -> None:
+        """Decide how often a spot check is made until the next sample, and whether the budget covers what it finds."""
+        check.every, check.is_covered = self._budget.checks_every(check.seconds), self._budget.is_covered
+
+    def sample_now(self) -> None:
+        """Sample the step that is opened next, and those after it as far as the budget allows: a spot check has found
+        something."""
+        self._next_sample = self._clock.open_step
+        self._budget.look_closely()
 
     def distrust_versions(self) -> None:
         """Compare every sample by value from now on: a gradient was modified without a new version."""

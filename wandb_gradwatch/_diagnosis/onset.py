@@ -87,7 +87,8 @@ def which_moved_first(history: Snapshot) -> str:
     loss_S = history.metrics.get(keys.LOSS)
     if loss_S is None or not len(history):
         return ""
-    norm_S = np.where(np.nansum(history.num_nonfinite, axis=1) > 0, np.nan, history.total_grad_norm)
+    norm_S = np.where(np.nansum(history.num_nonfinite, axis=1) > 0, np.inf, history.total_grad_norm)
+    loss_S = np.where(history.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(1)) > 0, np.inf, loss_S)
     seen_S = np.isfinite(loss_S) & np.isfinite(norm_S)
     if np.count_nonzero(seen_S) < _LEAST_BOTH:
         return ""
@@ -108,7 +109,7 @@ def _onset_in(values_S: FloatArray, seen_S: npt.NDArray[np.bool_]) -> int | None
     usual = values_S[seen_S][: np.count_nonzero(seen_S) // 2]
     median = float(np.median(usual))
     deviation = max(1.4826 * float(np.median(np.abs(usual - median))), _PRECISION * abs(median))
-    moved_S = np.isnan(values_S) | (values_S > max(median + _DEVIATIONS * deviation, float(usual.max())))
+    moved_S = values_S > max(median + _DEVIATIONS * deviation, float(usual.max()))  # a missing value has not moved
     if not moved_S[-2:].any():
         return None
     end = int(np.flatnonzero(moved_S)[-1])
