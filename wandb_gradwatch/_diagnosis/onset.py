@@ -96,7 +96,8 @@ def which_moved_first(history: Snapshot) -> str:
     if gradient is None:
         return "" if loss is None else f"The loss left its usual level first, at step {_at(history, loss, loss_S)}."
     if loss is None:
-        return f"The gradient norm left its usual level at step {_at(history, gradient, norm_S)}; the loss has not yet."
+        left = f"The gradient norm left its usual level at step {_at(history, gradient, norm_S)}"
+        return f"{left}." if np.isnan(loss_S[-1]) else f"{left}; the loss has not yet."
     if gradient == loss:
         return f"The gradient norm and the loss left their usual levels together, at step {int(history.steps[loss])}."
     first, then = ("gradient norm", "loss") if gradient < loss else ("loss", "gradient norm")
