@@ -13,7 +13,7 @@ A complex element counts as one element, by its magnitude.
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 from functools import cache
 from typing import Final
 
@@ -24,14 +24,6 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-
-class Merge(Enum):
-    """How two values of one column merge."""
-
-    SUM = "sum"
-    MIN = "min"
-    MAX = "max"
 
 
 class Column(IntEnum):
@@ -61,14 +53,11 @@ RECEIVED_COLUMNS: Final = slice(Column.RECEIVED_SUM_SQ, Column.RECEIVED_NUM_INF 
 AS_LEFT: Final = (Column.GRAD_SUM_SQ, Column.NUM_NAN, Column.NUM_INF)
 NONFINITE_COLUMNS: Final = (Column.NUM_NAN, Column.NUM_INF, Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF)
 
-_MERGE_OF: Final[dict[Column, Merge]] = {column: Merge.SUM for column in Column} | {
-    Column.GRAD_MIN: Merge.MIN,
-    Column.GRAD_ABS_MIN_NONZERO: Merge.MIN,
-    Column.GRAD_MAX: Merge.MAX,
-}
-SUM_COLUMNS: Final = tuple(c for c in Column if _MERGE_OF[c] is Merge.SUM)
-MIN_COLUMNS: Final = tuple(c for c in Column if _MERGE_OF[c] is Merge.MIN)
-MAX_COLUMNS: Final = tuple(c for c in Column if _MERGE_OF[c] is Merge.MAX)
+# How columns merge: by minimum, by maximum, and all others by sum.
+MIN_COLUMNS: Final = (Column.GRAD_MIN, Column.GRAD_ABS_MIN_NONZERO)
+MAX_COLUMNS: Final = (Column.GRAD_MAX,)
+SUM_COLUMNS: Final = tuple(column for column in Column if column not in MIN_COLUMNS + MAX_COLUMNS)
+_EXTREMES: Final = ((MIN_COLUMNS, np.minimum), (MAX_COLUMNS, np.maximum))
 
 # The power of the gradient's unit in a column: multiplying each column by (1 / loss scale) ** power turns a row of
 # scaled gradients into a row of true gradients. Counts and parameter columns have power 0.
@@ -104,10 +93,9 @@ def merge_rows(rows: FloatArray, axis: int) -> FloatArray:
     absent = np.isnan(rows[..., Column.NUM_ELEMENTS])
     present = np.where(absent[..., None], IDENTITY_C, rows)
     merged: FloatArray = np.add.reduce(present, axis=axis)
-    for column in MIN_COLUMNS:  # np.minimum, unlike np.fmin, keeps the NaN of an unknown value
-        merged[..., column] = np.minimum.reduce(present[..., column], axis=axis, initial=np.inf)
-    for column in MAX_COLUMNS:
-        merged[..., column] = np.maximum.reduce(present[..., column], axis=axis, initial=-np.inf)
+    for columns, merge in _EXTREMES:
+        for column in columns:  # np.minimum, unlike np.fmin, keeps the NaN of an unknown value
+            merged[..., column] = merge.reduce(present[..., column], axis=axis, initial=IDENTITY_C[column])
     merged[np.logical_and.reduce(absent, axis=axis)] = np.nan
     return merged
 
@@ -123,7 +111,7 @@ def merge_adjacent_rows(rows: FloatArray, starts: IntArray) -> FloatArray:
         The merged rows: [N, C].
     """
     merged: FloatArray = np.add.reduceat(rows, starts, axis=0)
-    for columns, merge in ((MIN_COLUMNS, np.minimum), (MAX_COLUMNS, np.maximum)):
+    for columns, merge in _EXTREMES:
         for column in columns:
             merged[:, column] = merge.reduceat(rows[:, column], starts)
     return merged
@@ -152,24 +140,21 @@ def magnitude_edges() -> FloatArray:
     """The edges of the magnitude bins, from 0 to +inf: [MAGNITUDE_BINS + 1]. Read-only."""
     octave = np.arange(2, MAGNITUDE_BINS) // 2 - 1 + MIN_WINDOW_EXPONENT
     mantissa = np.where(np.arange(2, MAGNITUDE_BINS) % 2 == 0, 1.0, 1.5)
-    return _read_only(np.concatenate([[0.0, 2.0**-126], mantissa * 2.0**octave, [np.inf]]))
+    edges = np.concatenate([[0.0, 2.0**-126], mantissa * 2.0**octave, [np.inf]])
+    edges.flags.writeable = False
+    return edges
 
 
 @cache
 def histogram_edges() -> FloatArray:
     """The edges of the signed histogram, from -inf to +inf: [B + 1]. The zero bin has both edges at 0. Read-only."""
-    return _read_only(np.concatenate([-magnitude_edges()[::-1], magnitude_edges()]))
-
-
-def _read_only(values: FloatArray) -> FloatArray:
-    values.flags.writeable = False
-    return values
+    edges = np.concatenate([-magnitude_edges()[::-1], magnitude_edges()])
+    edges.flags.writeable = False
+    return edges
 
 
 def bins_of(values: FloatArray) -> IntArray:
     """Return the histogram bin of each finite value. This is the specification that all backends are tested against."""
     magnitude = np.abs(values)
     bins = np.searchsorted(magnitude_edges()[1:-1], magnitude, side="right")
-    return np.where(magnitude == 0, ZERO_BIN, np.where(values > 0, ZERO_BIN + 1 + bins, ZERO_BIN - 1 - bins)).astype(
-        np.int64
-    )
+    return np.asarray(np.where(magnitude == 0, ZERO_BIN, ZERO_BIN + np.copysign(1 + bins, values)), dtype=np.int64)

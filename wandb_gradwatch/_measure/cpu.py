@@ -108,10 +108,13 @@ def _histogram(counted: Sequence[tuple[list[int], IntArray]], rows_MC: FloatArra
 
 
 def merged(
-    rows_MC: FloatArray, histogram_MB: IntArray | None, starts_N: IntArray
+    rows_MC: FloatArray, histogram_MB: IntArray | None, starts_N: IntArray | None
 ) -> tuple[FloatArray, IntArray | None]:
-    """Merge the rows and the histograms of each tensor's pieces; `starts_N` has the number of its first piece."""
-    if len(starts_N) == len(rows_MC):
+    """Merge the rows and the histograms of each tensor's pieces; `starts_N` has the number of its first piece.
+
+    None for `starts_N`: every tensor is one piece.
+    """
+    if starts_N is None or len(starts_N) == len(rows_MC):
         return rows_MC, histogram_MB
     histogram_NB = None if histogram_MB is None else np.add.reduceat(histogram_MB, starts_N, axis=0)
     return merge_adjacent_rows(rows_MC, starts_N), histogram_NB

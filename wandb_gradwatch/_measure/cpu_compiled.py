@@ -98,23 +98,19 @@ def _measure(
     counts = np.zeros((len(table), NUM_BINS if histogram else 0), dtype=np.int64)
     dead, bins = _dead_words(dead_threshold, exponent), (bin_of_code(FLOAT32, exponent), bin_of_code(FLOAT64, exponent))
 
+    # It holds the tensors, which a helper may still read.
     def loop(some: slice, _held: object = (elements, parameter_elements)) -> None:
         loops(table[some], parameter_table[some], *dead, *bins, rows[some], counts[some])
 
-    _run(loop, len(table), shared=starts_N is not None)
-    rows_NC, histogram_NB = (rows, counts) if starts_N is None else cpu.merged(rows, counts, starts_N)
+    if starts_N is None:
+        loop(slice(None))
+    else:
+        batches = [slice(begin, begin + _BATCH) for begin in range(0, len(table), _BATCH)]
+        THREAD_POOL.each(batches, loop, torch.get_num_threads())
+    rows_NC, histogram_NB = cpu.merged(rows, counts, starts_N)
     if not dead_threshold >= 0:
         rows_NC[:, Column.NUM_DEAD] = 0
     return cpu.of_gradients(rows_NC, histogram_NB if histogram else None, num_zeros, exponent)
-
-
-def _run(loop: Callable[[slice], None], num_pieces: int, *, shared: bool) -> None:
-    """Run a loop over all pieces, on this thread or several. It holds the tensors, which a helper may still read."""
-    if shared:
-        batches = [slice(begin, begin + _BATCH) for begin in range(0, num_pieces, _BATCH)]
-        THREAD_POOL.each(batches, loop, torch.get_num_threads())
-    else:
-        loop(slice(None))
 
 
 def _tables(elements: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:

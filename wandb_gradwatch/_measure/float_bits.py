@@ -6,7 +6,6 @@ Integer comparisons are exact for every value, including subnormal numbers in a 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Final
 
@@ -18,35 +17,17 @@ from .columns import NUM_BINS, FloatArray, IntArray, bins_of
 # K codes: the sign, the exponent and the first mantissa bit of a float; histogram bins are unions of codes
 
 
-@dataclass(frozen=True, eq=False)
 class FloatBits:
     """The layout of the bits of a floating-point dtype."""
 
-    float_dtype: np.dtype[Any]
-    unsigned: np.dtype[Any]
-    signed: np.dtype[Any]
-    mantissa_bits: int
-    exponent_bias: int
-
-    @property
-    def sign(self) -> int:
-        """The sign bit, which is the highest bit and equals the bits of negative zero."""
-        return 1 << (self.unsigned.itemsize * 8 - 1)
-
-    @property
-    def infinity(self) -> int:
-        """The bits of +inf; larger magnitudes are NaN."""
-        return self.sign - (1 << self.mantissa_bits)
-
-    @property
-    def code_shift(self) -> int:
-        """The right shift that turns the bits into the code."""
-        return self.mantissa_bits - 1
-
-    @property
-    def num_codes(self) -> int:
-        """The number of codes, K."""
-        return 1 << (self.unsigned.itemsize * 8 - self.code_shift)
+    def __init__(self, float_dtype: type[np.floating[Any]], unsigned: type[Any], signed: type[Any]) -> None:
+        self.float_dtype, self.unsigned, self.signed = map(np.dtype, (float_dtype, unsigned, signed))
+        info = np.finfo(float_dtype)
+        self.mantissa_bits, self.exponent_bias = int(info.nmant), int(info.maxexp) - 1
+        self.sign = 1 << (info.bits - 1)  # the highest bit, which equals the bits of negative zero
+        self.infinity = self.sign - (1 << self.mantissa_bits)  # the bits of +inf; larger magnitudes are NaN
+        self.code_shift = self.mantissa_bits - 1  # the right shift that turns the bits into the code
+        self.num_codes = 1 << (info.bits - self.code_shift)  # K
 
     def values(self, bits: npt.NDArray[Any]) -> FloatArray:
         """Return the floats with these bits, in float64."""
@@ -60,8 +41,8 @@ class FloatBits:
         return values
 
 
-FLOAT32: Final = FloatBits(np.dtype(np.float32), np.dtype(np.uint32), np.dtype(np.int32), 23, 127)
-FLOAT64: Final = FloatBits(np.dtype(np.float64), np.dtype(np.uint64), np.dtype(np.int64), 52, 1023)
+FLOAT32: Final = FloatBits(np.float32, np.uint32, np.int32)
+FLOAT64: Final = FloatBits(np.float64, np.uint64, np.int64)
 
 
 @lru_cache(maxsize=64)
