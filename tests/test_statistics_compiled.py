@@ -33,7 +33,7 @@ needs_numba = pytest.mark.skipif(not cpu_compiled.is_installed(), reason="numba 
 
 def ready(loops: Any) -> Compilation[Any]:
     """Return a compilation that has finished."""
-    compilation: Compilation[Any] = Compilation(lambda: loops, cpu_compiled._say_failure)
+    compilation: Compilation[Any] = Compilation(lambda: loops)
     compilation.wait()
     return compilation
 
@@ -344,7 +344,7 @@ def test_training_does_not_wait_for_the_loops_and_nothing_changes_when_they_come
         gate.wait()
         return cpu_compiled._compile() if cpu_compiled.is_installed.__wrapped__() else None
 
-    compilation: Compilation[Any] = Compilation(make, cpu_compiled._say_failure)
+    compilation: Compilation[Any] = Compilation(make)
     replace_loops(compilation)
     model = Chosen(a=2000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -365,7 +365,7 @@ def test_training_does_not_wait_for_the_loops_and_nothing_changes_when_they_come
 def test_watch_returns_with_the_loops_where_they_were_asked_for_by_name(
     replace_loops: Callable[[Compilation[Any]], None],
 ) -> None:
-    compilation = Compilation(lambda: "loops", cpu_compiled._say_failure)
+    compilation = Compilation(lambda: "loops")
     replace_loops(compilation)
     watcher, _ = watch(Chosen(a=2), backend="compiled")
     assert compilation.made == "loops"
@@ -375,7 +375,7 @@ def test_watch_returns_with_the_loops_where_they_were_asked_for_by_name(
 def test_watching_with_torch_and_numpy_by_name_compiles_nothing(
     replace_loops: Callable[[Compilation[Any]], None],
 ) -> None:
-    compilation: Compilation[Any] = Compilation(lambda: pytest.fail("nobody asked"), cpu_compiled._say_failure)
+    compilation: Compilation[Any] = Compilation(lambda: pytest.fail("nobody asked"))
     replace_loops(compilation)
     watch(Chosen(a=2), backend="cpu")[0].remove()
     assert compilation._thread is None
@@ -389,7 +389,7 @@ def test_auto_takes_the_loops_from_when_they_are_there() -> None:
 
 def test_the_loops_are_compiled_once(gate: threading.Event) -> None:
     made = []
-    compilation = Compilation(lambda: made.append(gate.wait()) or "made", cpu_compiled._say_failure)
+    compilation = Compilation(lambda: made.append(gate.wait()) or "made")
     for _ in range(3):
         compilation.start()
     gate.set()
@@ -401,7 +401,7 @@ FORK_WHILE_COMPILING = """
 import os, threading
 from wandb_gradwatch._measure.compilation import Compilation
 gate = threading.Event()
-compilation = Compilation(lambda: gate.wait() and "made", print)
+compilation = Compilation(lambda: gate.wait() and "made")
 compilation.start()
 os.register_at_fork(before=gate.set)  # runs before the compilation's own, which was registered earlier
 child = os.fork()
@@ -459,7 +459,7 @@ def test_without_numba_auto_is_torch_and_numpy_and_says_nothing(
     monkeypatch.setattr(cpu_compiled.importlib.util, "find_spec", lambda name: None)
     cpu_compiled.is_installed.cache_clear()
     try:
-        compilation: Compilation[Any] = Compilation(lambda: pytest.fail("there is no numba"), cpu_compiled._say_failure)
+        compilation: Compilation[Any] = Compilation(lambda: pytest.fail("there is no numba"))
         monkeypatch.setattr(cpu_compiled, "LOOPS", compilation)
         compile_for_cpu("auto")
         assert compilation._thread is None
@@ -479,7 +479,7 @@ def test_a_numba_that_is_broken_is_said_once_and_torch_and_numpy_measure(
 ) -> None:
     monkeypatch.delitem(sys.modules, LOOPS_MODULE, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)  # its import fails
-    compilation = Compilation(cpu_compiled._compile, cpu_compiled._say_failure)
+    compilation = Compilation(cpu_compiled._compile)
     replace_loops(compilation)
     for _ in range(2):
         watch(Chosen(a=2))[0].remove()

@@ -30,11 +30,10 @@ class Compilation(Generic[Made]):
     the thread that holds them, and its own first compilation would wait forever. The exit of the process waits too.
     """
 
-    def __init__(self, make: Callable[[], Made], on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, make: Callable[[], Made]) -> None:
         self.made: Made | None = None
         self.failure: Exception | None = None
         self._make = make
-        self._on_failure = on_failure
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -71,7 +70,6 @@ class Compilation(Generic[Made]):
             self.made = self._make()
         except Exception as error:
             self.failure = error
-            self._on_failure(error)
 
     def _settle(self) -> None:
         assert self._thread is not None

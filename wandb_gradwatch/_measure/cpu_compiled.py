@@ -23,7 +23,7 @@ from torch import Tensor
 from . import cpu
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, IntArray
 from .compilation import Compilation, after_other_processes
-from .elements import Measurement, Scale, Tensors, readable
+from .elements import ITEMSIZES, NATIVE_DTYPES, Measurement, Scale, Tensors, readable
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import THREAD_POOL
 
@@ -31,10 +31,7 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 
 Loops = Callable[..., None]  # cpu_loops.py, compiled
 
-# N tensors, M pieces of them, C columns, B histogram bins, K kinds
-
-_KIND: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # dtype -> code in the loops
-_ITEMSIZE_K: Final = np.array([dtype.itemsize for dtype in _KIND])
+# N tensors, M pieces of them, C columns, B histogram bins
 
 _PIECE: Final = 1 << 18  # elements; takes tens of microseconds
 _BATCH: Final = 8  # pieces that a thread takes at once
@@ -50,27 +47,27 @@ def is_installed() -> bool:
 
 
 def _compile() -> Loops:
-    from .cpu_loops import compile_loops
+    try:
+        from .cpu_loops import compile_loops
 
-    with after_other_processes("loops", longest=_LONGEST):
-        try:
-            loops = compile_loops(cache=True)
-        except Exception as error:  # no writable folder, a full disk or a damaged file: compile without the cache
-            logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
-            loops = compile_loops(cache=False)
-    _check(loops)
-    return loops
+        with after_other_processes("loops", longest=_LONGEST):
+            try:
+                loops = compile_loops(cache=True)
+            except Exception as error:  # no writable folder, a full disk or a damaged file: compile without the cache
+                logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
+                loops = compile_loops(cache=False)
+        _check(loops)
+        return loops
+    except Exception as error:
+        logger.warning(
+            "wandb_gradwatch: numba is installed, but the compiled CPU backend could not be made (%r); torch and numpy "
+            "measure instead, which is slower. Upgrade numba, or pass backend='cpu'.",
+            error,
+        )
+        raise
 
 
-def _say_failure(error: Exception) -> None:
-    logger.warning(
-        "wandb_gradwatch: numba is installed, but the compiled CPU backend could not be made (%r); torch and numpy "
-        "measure instead, which is slower. Upgrade numba, or pass backend='cpu'.",
-        error,
-    )
-
-
-LOOPS: Final = Compilation(_compile, _say_failure)
+LOOPS: Final = Compilation(_compile)
 
 
 def measure(
@@ -122,7 +119,7 @@ def _tables(elements: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[l
     addresses, sizes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
     if 0 in addresses and any(size for size, address in zip(sizes, addresses, strict=True) if not address):
         raise RuntimeError("a tensor with elements has no memory: its storage was freed or is not allocated yet")
-    kinds = [_KIND[tensor.dtype] for tensor in tensors]
+    kinds = [NATIVE_DTYPES[tensor.dtype] for tensor in tensors]
     table = np.ascontiguousarray(np.array([addresses, sizes, kinds], dtype=np.int64).T)
     tables = [table[: len(elements)], table[len(elements) :]]
     return (tables, None) if sum(sizes) < _SHARED_FROM else _cut(tables)
@@ -140,7 +137,7 @@ def _cut(tables: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
         pieces = table[of_tensor_M] if len(table) else table
         if len(table):
             begin = np.minimum(begin_M, pieces[:, 1])
-            pieces[:, 0] += begin * _ITEMSIZE_K[pieces[:, 2]]
+            pieces[:, 0] += begin * ITEMSIZES[pieces[:, 2]]
             pieces[:, 1] = np.minimum(pieces[:, 1] - begin, _PIECE)
         cut.append(pieces)
     return cut, starts_N
@@ -158,7 +155,7 @@ def _check(loops: Loops) -> None:
     """Compare the loops with torch and numpy. They read raw memory, so a miscompiled loop must not be used."""
     values = torch.linspace(-3, 3, 2999, dtype=torch.float64, device="cpu")
     values[::7], values[1::50], values[2::50], values[3::50] = 0, math.nan, math.inf, 1e-30
-    tensors = [values.to(dtype) for dtype in _KIND]
+    tensors = [values.to(dtype) for dtype in NATIVE_DTYPES]
     expected_rows, expected_histogram = cpu.measure(
         tensors, tensors, dead_threshold=0.5, inverse_scale=None, histogram=True
     )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .elements import upload
+from .elements import ITEMSIZES, NATIVE_DTYPES, upload
 from .events import Event
 from .tiling import current_stream
 
@@ -24,9 +24,7 @@ from .tiling import current_stream
 ALIGNMENT: Final = 16  # bytes of a vector load
 LOADS: Final = 4  # of each lane, in flight at once
 
-_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # dtype -> kernels' code
-_FLOAT64: Final = _CODES[torch.float64]
-_ITEMSIZES: Final = np.array([dtype.itemsize for dtype in _CODES])
+_FLOAT64: Final = NATIVE_DTYPES[torch.float64]
 _CAREFUL_ONLY: Final = 4  # CAREFUL_ONLY of the kernels, whose import would import Triton
 
 
@@ -121,7 +119,7 @@ def _plan_of(
     There is a plan per stream, so that no table is rewritten or read while another stream still reads or writes it.
     """
     sizes, codes = np.array(sizes_N, dtype=np.int64), np.array(codes_N)
-    itemsizes = _ITEMSIZES[codes]
+    itemsizes = ITEMSIZES[codes]
     step = lanes * LOADS * ALIGNMENT // itemsizes  # elements of a round
     careful = codes == _FLOAT64
     longest = np.where(careful, chunk // 4, chunk)  # measure_carefully takes longer per element
@@ -176,7 +174,7 @@ def plan_for(
     chunk: int,
 ) -> Plan:
     """Return the plan of flat tensors on one device, gradients first, at these addresses, for its current stream."""
-    codes = tuple(map(_CODES.__getitem__, dtypes))
+    codes = tuple(map(NATIVE_DTYPES.__getitem__, dtypes))
     aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
     plan_of = _plan_for_few if len(codes) <= 2 else _plan_for
     return plan_of(tuple(sizes), codes, aligned, num_gradients, lanes, chunk, device, current_stream(device))

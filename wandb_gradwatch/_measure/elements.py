@@ -27,9 +27,10 @@ class Measurement(NamedTuple):
     histogram: Tensor | None  # [N, B] in int64
 
 
-# The dtypes that all backends read directly. Other real dtypes are converted to float32 (fp8) or float64.
-NATIVE_DTYPES: Final = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])
-
+# The dtypes that all backends read directly, and their codes in the kernels. Other real dtypes are converted to float32
+# (fp8) or float64.
+NATIVE_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+ITEMSIZES: Final = np.array([dtype.itemsize for dtype in NATIVE_DTYPES])  # by code
 
 _PLAIN: Final = frozenset([Tensor, torch.nn.Parameter])
 _FORMATS: Final = {kind: attrgetter("dtype", "layout", f"is_{kind}") for kind in ("cpu", "cuda")}

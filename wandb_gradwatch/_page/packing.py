@@ -137,18 +137,18 @@ def is_summed(key: str) -> bool:
     return key.partition("/")[0] in _SUMMED or key.rpartition("/")[2] in _SUMMED
 
 
-def pool(values_RP: FloatArray, width: int, key: str) -> FloatArray:
-    """Pool neighbouring rows: counts are added; otherwise the largest value is kept, so that spikes stay visible.
+def pool(values_R: FloatArray, width: int, key: str) -> FloatArray:
+    """Pool neighbouring rows [R, ...]: counts are added; otherwise the largest value is kept, so that spikes stay.
 
     Infinity is larger than every number, and a number larger than a missing value.
     """
     if width == 1:
-        return values_RP
-    starts = np.arange(0, len(values_RP), width)
+        return values_R
+    starts = np.arange(0, len(values_R), width)
     if not is_summed(key):
-        return np.fmax.reduceat(values_RP, starts, axis=0)
-    missing = np.logical_and.reduceat(np.isnan(values_RP), starts, axis=0)
-    return np.where(missing, np.nan, np.add.reduceat(np.nan_to_num(values_RP, nan=0.0), starts, axis=0))
+        return np.fmax.reduceat(values_R, starts, axis=0)
+    missing = np.logical_and.reduceat(np.isnan(values_R), starts, axis=0)
+    return np.where(missing, np.nan, np.add.reduceat(np.nan_to_num(values_R, nan=0.0), starts, axis=0))
 
 
 def pool_extremes(steps_N: FloatArray, values_N: FloatArray, most: int) -> tuple[FloatArray, FloatArray]:
@@ -195,7 +195,7 @@ class RowColumns:
             if len(column) <= place:
                 column.extend([np.nan] * (place + 1 - len(column)))
             if self._num_in_last > 1:
-                value = pool(np.array([[column[place]], [value]]), 2, key).item()
+                value = pool(np.array([column[place], value]), 2, key).item()
             column[place] = value
 
     def matrix(self) -> tuple[IntArray, FloatArray, dict[str, FloatArray]]:
@@ -219,7 +219,7 @@ class RowColumns:
         self._steps = array("q", np.array(self._steps)[last].tolist())
         self._times = array("d", np.array(self._times)[last].tolist())
         for key, column in self._columns.items():
-            self._columns[key] = array("d", pool(np.array(column)[:, None], 2, key)[:, 0].tolist())
+            self._columns[key] = array("d", pool(np.array(column), 2, key).tolist())
         if num_rows % 2 == 0:
             self._num_in_last += self.merged
         self.merged *= 2

@@ -66,7 +66,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "pooledPoints": points,
         "axes": other_axes(history),
         "globals": {
-            key: _jsonable(pool(history.values[key][:, None], points, key)[:, 0])
+            key: _jsonable(pool(history.values[key], points, key))
             for key in of_model
             if not np.isnan(history.first_of(key)).all()
         },

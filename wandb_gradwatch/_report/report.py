@@ -319,7 +319,7 @@ def _panel(panel: Any, history: RunHistory, blob: Blob) -> dict[str, Any]:
         "limits": list(panel.range_y or (None, None)),
         "left": max(0, len(drawn) - MAX_LINES),
         "lines": [
-            {"label": key, "offset": blob.add_floats(pool(history.values[key][:, None], width, key)[:, 0])}
+            {"label": key, "offset": blob.add_floats(pool(history.values[key], width, key))}
             for key in drawn[:MAX_LINES]
         ],
     }
