@@ -468,6 +468,25 @@ def test_a_recurrent_weight_above_a_gain_of_one_and_a_half_is_told():
     assert [len(found(gain)) for gain in (1.0, 2.0)] == [0, 1]
 
 
+@pytest.mark.parametrize(("dtype", "told"), [(np.float16, []), (np.float32, [2])])
+def test_rounding_of_half_precision_in_a_bias_that_a_norm_cancels_is_no_large_input(dtype, told):
+    """Modules may be defined in another order than the forward's: two convolutions, and then their norms."""
+    rng, samples = np.random.default_rng(3), []
+    for step in range(1, 4):
+        sizes = {
+            "stem.weight": 36,
+            "stem.bias": 4,
+            "inner.weight": 144,
+            "inner.bias": 4,
+            "norm.weight": 4,
+            "norm.bias": 4,
+        }
+        grads = {name: rng.normal(size=size).astype(dtype) for name, size in sizes.items()}
+        grads["stem.bias"] = (1e-3 * rng.normal(size=4)).astype(dtype)
+        samples.append(sample_of(grads, step=step))
+    assert steps(LargeInputs().check(together(samples))) == told
+
+
 @pytest.mark.parametrize(("inputs", "normalised", "told"), [(1.0, False, []), (130.0, False, [2]), (130.0, True, [])])
 def test_large_inputs_are_told_at_the_second_sample_by_the_first_layers_gradients(inputs, normalised, told):
     rng, samples = np.random.default_rng(3), []

@@ -58,15 +58,15 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, order, starts_L)
 
 
-def are_half_precision(rows_PC: FloatArray) -> npt.NDArray[np.bool_]:
-    """Which parameters are float16 or bfloat16: [P]. Neither type has the last 13 bits of a float32.
+def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> npt.NDArray[np.bool_]:
+    """Which parameters are float16 or bfloat16: [P]. Neither type has the last 13 bits of a float32; bfloat16 lacks 16.
 
     A gradient has its parameter's type, and its extremes are elements of it.
     """
     extremes_PE = rows_PC[:, [Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO]]
     with np.errstate(over="ignore"):
         narrow_PE = extremes_PE.astype(np.float32)
-    are_half_PE = (narrow_PE == extremes_PE) & (narrow_PE.view(np.uint32) & 0x1FFF == 0)
+    are_half_PE = (narrow_PE == extremes_PE) & (narrow_PE.view(np.uint32) & ((1 << lost_bits) - 1) == 0)
     are_half_P: npt.NDArray[np.bool_] = are_half_PE.all(axis=1)
     return are_half_P
 
@@ -151,15 +151,18 @@ def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
 
     A weight's gradient is the bias's gradient times the input, summed over the batch. The ratio of their norms divided
     by sqrt(fan-in) is the size of the inputs: exact for equal inputs, otherwise an estimate of the order of magnitude.
-    With a normalisation after the layer, the bias's gradient is only rounding, and the result is None.
+    With a normalisation after the layer, the bias's gradient is only rounding, and the result is None. In half
+    precision, rounding is not much smaller than gradients, and a normalisation anywhere may be the one after the layer.
     """
     size_P, norm_P = snapshot.num_elements[sample], snapshot.grad_norm[sample]
     modules = modules_of(snapshot.names)
     for weight, bias in weights_beside_biases(snapshot.names):
         if not size_P[weight] > size_P[bias]:
             continue
-        after = np.flatnonzero(modules.of_parameter == modules.of_parameter[bias] + 1)
-        is_normalised = len(after) == 2 and size_P[after[0]] == size_P[after[1]] == size_P[bias]
+        is_half = snapshot.loss_scale[sample] > 0 or are_half_precision(snapshot.rows[sample, [weight]]).all()
+        later = range(modules.of_parameter[bias] + 1, len(modules.names) if is_half else modules.of_parameter[bias] + 2)
+        later_sizes = [size_P[modules.of_parameter == module].tolist() for module in later]
+        is_normalised = [size_P[bias]] * 2 in later_sizes
         if is_normalised or not norm_P[bias] > _ROUNDING * norm_P[weight]:
             return None
         scale = norm_P[weight] / norm_P[bias] / np.sqrt(size_P[weight] / size_P[bias])
