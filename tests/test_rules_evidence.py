@@ -108,6 +108,22 @@ def test_a_layer_at_next_to_nothing_of_the_others_is_told(faint: float, told: li
 
 
 @pytest.mark.parametrize(
+    ("name", "size", "share", "told"),
+    [
+        ("a.weight", 64, 1e-9, [5, 6]),  # a normalisation of a single number, or a factor of almost 0, follows
+        ("a.weight", 64, 1e-6, []),
+        ("a.weight", 63, 1e-9, []),  # a gain or a temperature
+        ("a.bias", 64, 1e-9, []),  # a normalisation cancels it, up to rounding
+    ],
+)
+def test_weights_whose_gradients_are_as_small_as_rounding_are_told(
+    name: str, size: int, share: float, told: list[int]
+) -> None:
+    samples = [sample_of({name: np.full(size, share / 8), "b.weight": [1.0]}, step=s) for s in range(1, 7)]
+    assert steps(VanishingGradient(), together(samples)) == told
+
+
+@pytest.mark.parametrize(
     ("dtype", "size", "told"),
     [
         (np.float16, 3e-8, [5, 6]),  # 2^-24 is 6e-8: elements are 0, 1, 2 ... of them
@@ -138,6 +154,17 @@ def test_a_healthy_layer_hides_no_underflow_of_most_of_the_elements(healthy: int
         for step in range(1, 7)
     ]
     assert steps(VanishingGradient(), together(samples)) == told
+
+
+def test_weights_that_the_first_update_has_shrunk_are_compared_with_those_before_it() -> None:
+    """As if all weights were clamped after each step."""
+    samples = [
+        sample_of(
+            {"a.weight": np.ones(300)}, step=step, parameters={"a.weight": np.full(300, 1.0 if step == 1 else 0.1)}
+        )
+        for step in range(1, 4)
+    ]
+    assert steps(FastParameters(), together(samples)) == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,7 @@ class FastParameters(ShippedRule):
                 self._ordinary.append((update, size_P))
                 continue
             if not self._follow(snapshot.names, update, size_P):
+                self._left(snapshot, seen.place)  # the first sample's norms are those to compare with
                 self._left_sq = 0.0
                 continue
             if np.maximum.reduce(self._recent[-1]) > _NOTICED:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .._analysis.depth import depth_trends
 from .._analysis.formatting import listing, number, worst_first
-from .._analysis.layers import dead_units, feed_nothing, is_held_up, modules_of, num_units, without_inputs
+from .._analysis.layers import MIN_WEIGHTS, dead_units, feed_nothing, is_held_up, modules_of, num_units, without_inputs
 from .._analysis.memory import ALIKE, Streaks
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
@@ -29,6 +29,7 @@ _MIN_UNITS: Final = 8  # smaller layers have all units off in two samples now an
 _ARRIVED: Final = 1e-6  # share of the largest norm so far; below it the data is fitted, and layers may have no gradient
 _CERTAIN: Final = 5  # number of samples in a row that no healthy training has
 _FAINT: Final = 1e-20  # share of the largest gradient; one that cancels up to rounding has 1e-9, in float64 1e-17
+_ROUNDED: Final = 1e-7  # the same for weights, which do not cancel as biases may: float32 ends. Healthy: from 1e-4
 _TINY_LOSS: Final = 1e-6
 _NOTHING: Final = 1e-12  # share of the parameters' norm; no training begins with a smaller gradient
 _SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # the smallest normal and the smallest positive float16
@@ -61,8 +62,8 @@ class VanishingGradient(ShippedRule):
     """Raises the alert "Vanishing gradient" if the total norm is too small, or norms fall layer by layer to the input.
 
     A total norm that sinks slowly below the floor is convergence and raises no alert; a norm that was below it from the
-    start, or fell abruptly, does. So do parameters whose gradients are less than 1e-20 of the largest one, where
-    rounding leaves 1e-9, and float16 gradients of which only multiples of the smallest float16 number are left.
+    start, or fell abruptly, does. So do weights whose gradients are below 1e-7 of the largest one, other parameters
+    below 1e-20 (rounding leaves 1e-9), and float16 gradients of which only the smallest float16 numbers are left.
 
     Args:
         min_norm: the floor: a total norm above 0 and below it is too small.
@@ -118,7 +119,7 @@ class VanishingGradient(ShippedRule):
             elif (faint := self._faint_at(snapshot, seen)).size:
                 words = (
                     f"the gradients of {len(faint)} of {len(snapshot.names)} parameters have been less than "
-                    f"{number(_FAINT)} of the largest one for {_CERTAIN} samples or more; rounding alone leaves 1e-9."
+                    f"{number(_ROUNDED)} of the largest one for {_CERTAIN} samples or more: no more than rounding."
                 )
                 yield self._alert(snapshot, sample, "faint", words, faint)
             self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, seen) else 0
@@ -132,13 +133,16 @@ class VanishingGradient(ShippedRule):
     def _faint_at(self, snapshot: Snapshot, seen: Overview) -> npt.NDArray[np.intp]:
         """Return the indices of parameters whose gradients have been tiny beside the largest one for some samples."""
         least, most = seen.least[Column.GRAD_SUM_SQ], seen.most[Column.GRAD_SUM_SQ]
-        if least > max(LEAST_SUM_SQ, _FAINT**2 * most):  # the usual case: all are present, and none is faint
-            self._faint.end(snapshot.names, 1)
+        names, sum_sq_P, limit = snapshot.names, seen.rows[:, Column.GRAD_SUM_SQ], _ROUNDED**2 * most
+        if least > max(LEAST_SUM_SQ, _FAINT**2 * most) and (  # the usual case: all are present, and none is faint
+            least > limit or np.minimum.reduce(sum_sq_P, where=~modules_of(names).is_bias, initial=math.inf) > limit
+        ):
+            self._faint.end(names, 1)
             return np.zeros(0, dtype=np.intp)
-        norm_P = snapshot.grad_norm[seen.place]
-        present_P = norm_P > 0
-        faint_P = present_P & (norm_P < _FAINT * np.max(norm_P, initial=0.0, where=present_P))
-        return np.flatnonzero(self._faint.last(snapshot.names, faint_P, _CERTAIN, present_P))
+        is_small_P = modules_of(names).is_bias | (seen.rows[:, Column.NUM_ELEMENTS] < MIN_WEIGHTS)
+        norm_P, limit_P = snapshot.grad_norm[seen.place], np.where(is_small_P, _FAINT, _ROUNDED)
+        faint_P = (norm_P > 0) & (norm_P < limit_P * np.max(norm_P, initial=0.0, where=norm_P > 0))
+        return np.flatnonzero(self._faint.last(names, faint_P, _CERTAIN, norm_P > 0))
 
     def _is_small(self, norm: float) -> bool:
         if norm >= self.min_norm:
