@@ -293,6 +293,28 @@ def test_updates_that_do_not_arrive_are_told_of_one_parameter_and_of_all(change,
         assert next(iter(UnchangedParameters().check(samples))).step == 26
 
 
+@pytest.mark.parametrize(("moves", "told"), [(1e-8, True), (1e-6, False)])  # by the gradient of 0.01, or by its sign
+def test_a_rate_that_is_too_small_for_plain_descent_may_be_large_enough_for_adam(moves, told):
+    weights = [{"a": np.full(300, 0.1 - moves * step)} for step in range(1, 40)]
+    samples = [sample_of({"a": np.full(300, 0.01)}, step=s, parameters=one) for s, one in enumerate(weights, 1)]
+    seen = replace(together(samples), metrics={keys.LEARNING_RATE: np.full(39, 1e-6)})
+    steps = [alert.step for alert in UnchangedParameters().check(seen)]
+    assert steps == (list(range(26, 40)) if told else [])
+
+
+@pytest.mark.parametrize(("warm_up", "told"), [(0.0, True), (1e-9, False)])
+def test_updates_that_bfloat16_rounds_away_are_told_unless_the_rate_is_still_rising(warm_up, told):
+    """A rate of 1e-6 changes elements near 0 alone."""
+
+    def sample(step: int) -> Snapshot:
+        weights = np.append(1e-5 * step, np.full(299, 0.1))
+        return sample_of({"a": np.full(300, 0.5)}, step=step, parameters={"a": weights})
+
+    rates = 1e-6 + warm_up * np.arange(39)
+    seen = replace(together(map(sample, range(1, 40))), metrics={keys.LEARNING_RATE: rates})
+    assert [alert.step for alert in UnchangedParameters().check(seen)] == (list(range(26, 40)) if told else [])
+
+
 def test_what_does_not_change_over_many_steps_need_not_be_seen_in_as_many_samples():
     weights = [{"a": np.ones(100), "b": np.full(100, 1 + 1e-2 * step)} for step in range(5)]
     grads = {name: np.full(100, 0.3) for name in "ab"}  # not representable in half precision

@@ -121,6 +121,7 @@ class UnchangedParameters(ShippedRule):
     _num_nothing: int = field(default=0, init=False)  # samples in a row whose learning rate could change nothing
     _felt: int = field(default=0, init=False)  # the step of the last sample before these, or of the first one
     _rate: float = field(default=math.inf, init=False)  # the newest rate that could: exploding weights dwarf it later
+    _last_rate: float = field(default=math.inf, init=False)  # of the sample before
     _arrived: int = field(default=0, init=False)  # the step of the newest sample whose update was not lost
     _still: Streaks = field(default_factory=Streaks, init=False, repr=False)  # parameters that do not change alone
 
@@ -144,12 +145,12 @@ class UnchangedParameters(ShippedRule):
             self._num_unchanged = self._num_unchanged + 1 if same and norm > _CONVERGED * self._largest else 0
             if not self._num_unchanged:
                 self._since = self._able = sample.step
-            # An update is at most the rate times the gradient (SGD), or the rate in each element (Adam).
-            longest = abs(rate) * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
-            is_nothing = longest < _NOTHING * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]) and abs(rate) < self._rate
+            is_first = not same and abs(rate) <= self._last_rate and math.isinf(self._rate)
+            is_nothing = _is_nothing(abs(rate), norm, sample, update, is_first=is_first) and abs(rate) < self._rate
+            self._last_rate = abs(rate)
             if is_nothing:
                 self._able = sample.step
-            elif not math.isnan(rate):
+            elif not math.isnan(rate) and update.total_before > 0:  # an update has been seen
                 self._rate = abs(rate)
             self._num_nothing = self._num_nothing + 1 if is_nothing and norm > _CONVERGED * self._largest else 0
             if not (self._num_nothing and self._felt):
@@ -252,9 +253,36 @@ class UnchangedParameters(ShippedRule):
         return finding(self.title, fact, "", cause, remedy, step, "ERROR")
 
 
+def _is_nothing(rate: float, norm: float, sample: Overview, update: Update, *, is_first: bool) -> bool:
+    """Whether no update at this learning rate can change the parameters by anything that matters.
+
+    An update is at most the rate in each element (Adam). From the first step on, there are two smaller limits: plain
+    descent moves no parameter by more than the rate times its gradient; and an element in bfloat16 does not change by
+    less than 2^-9 of itself.
+
+    Args:
+        is_first: whether something has changed, and no rate so far was larger, or could change what matters: this is
+            no warm-up, and no end of a schedule.
+    """
+    weights = math.sqrt(sample.sums[Column.PARAM_SUM_SQ])
+    longest = rate * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
+    is_short, is_coarse = rate * norm < _NOTHING * weights, longest < _BFLOAT16 * weights
+    if longest < _NOTHING * weights or not (is_first and (is_short or is_coarse)):
+        return longest < _NOTHING * weights
+    moved_P, norm_P = np.abs(np.sqrt(update.after) - np.sqrt(update.before)), np.sqrt(update.after)
+    if is_short and (moved_P <= rate * np.sqrt(sample.rows[:, Column.GRAD_SUM_SQ]) + _EXACT * norm_P).all():
+        return True
+    still_P = (moved_P <= _OF_RATE * rate)[sample.rows[:, Column.NUM_ELEMENTS] >= MIN_WEIGHTS]
+    is_still = is_coarse and still_P.size > 0 and bool(still_P.all())
+    return is_still and bool(are_half_precision(sample.rows, lost_bits=16).all())
+
+
 _LEAST_SAMPLES: Final = 3
 _LONG: Final = 0.1  # share of the steps so far
 _NOTHING: Final = 1e-6  # share of the parameters' norm: a hundred thousand such updates move them by a tenth at most
+_BFLOAT16: Final = 2.0**-12  # share of the parameters' norm: an eighth of what changes a typical element
+_OF_RATE: Final = 0.1  # share of the rate; updates that arrive change a norm by about the rate, or more
+_EXACT: Final = 1e-9  # relative error of a norm
 _LOST: Final = 1e-3  # share of the implied update: a healthy training moves some parameter by 0.03
 # Share of the largest norm so far, below which a training may have converged: L-BFGS stops at 1e-5 or less.
 _CONVERGED: Final = 1e-3
