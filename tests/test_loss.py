@@ -232,6 +232,17 @@ def test_a_loss_far_above_the_last_ones_is_a_spike_of_its_own_step() -> None:
     assert list(rule.check(of_losses([0.0, *usual[-3:]]))) == []  # within the span of the usual losses
 
 
+def test_a_loss_that_rises_all_the_time_is_told_and_one_that_rests_is_not() -> None:
+    """As with `maximize=True`: 3 % more per step, from 2."""
+    rising = [2 * 1.03**step for step in range(1, 121)]
+    # After 16 samples the first group of 8 ends at step 24, the ninth at 88: it begins at 1.03^65 = 6.8 times step 16.
+    told = [alert.step for alert in LossSpike().check(of_losses(rising))]
+    assert told == [88, 96, 104, 112, 120]
+    rests = [*rising[:56], *rising[48:56], *rising[56:]]  # one group is no higher than the one before
+    assert [alert.step for alert in LossSpike().check(of_losses(rests))] == [128]
+    assert not list(LossSpike().check(of_losses([2 * 1.01**step for step in range(120)])))  # 2.8 times as high
+
+
 def test_a_new_level_of_the_loss_is_the_usual_one_after_some_samples_and_few_samples_are_no_past() -> None:
     rule = LossSpike()
     assert len(list(rule.check(of_losses(wobbling(60) + [9.0] * 30)))) == 13  # 20 until the level is usual, minus 7

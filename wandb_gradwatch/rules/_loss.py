@@ -19,6 +19,7 @@ from ._base import FROM_0, FROM_1, Alert, Bounds, Finding, ShippedRule, finding,
 _WINDOW: Final = 64  # number of newest losses that are kept
 _NEWEST: Final = 32  # of these, compared with a rise: in older ones the progress of the training looks like scatter
 _TURNED, _FAR = 16, 6.0  # samples within which a loss falls below 0, and by how many deviations
+_BLOCK, _RISES, _FAR_ABOVE = 8, 8, 5.0  # losses per group, groups that rise in a row, and by which factor in all
 _PRECISION: Final = 1e-3  # smallest deviation, as a share of the median: equal losses have no scatter to compare with
 UNBOUNDED: Final = (
     "the wrong sign of the loss, or a loss without a lower bound",
@@ -37,7 +38,8 @@ class LossSpike(ShippedRule):
     itself. A single hard batch is no spike. "Non-finite loss" reports NaN and Inf.
 
     It also raises "Loss below 0" if the loss was above 0 for at least 32 samples, and falls below 0 far faster than it
-    has approached 0.
+    has approached 0. And "Loss spike" if the loss has risen in eight groups of eight samples in a row, to five times
+    the largest of its first 16.
 
     Args:
         deviations: limit above the largest recent loss, in robust standard deviations.
@@ -56,6 +58,11 @@ class LossSpike(ShippedRule):
     # The losses since the loss went below 0, a few samples long; and the median and deviation before that.
     _below: list[float] = field(default_factory=list, init=False, repr=False)
     _before_0: tuple[float, ...] = field(default=(), init=False, repr=False)
+    _first: float = field(default=-math.inf, init=False, repr=False)  # the largest of the first losses
+    _num_first: int = field(default=0, init=False, repr=False)
+    _block: list[float] = field(default_factory=list, init=False, repr=False)  # the newest losses, a few samples long
+    _last_block: float = field(default=math.inf, init=False, repr=False)  # the median of the block before
+    _num_rises: int = field(default=0, init=False, repr=False)  # blocks in a row, each above the one before
 
     title: ClassVar[str] = "Loss spike"
     negative: ClassVar[str] = "Loss below 0"
@@ -70,6 +77,7 @@ class LossSpike(ShippedRule):
                 continue
             if self._below or loss < 0:
                 yield from self._look_below_0(sample.step, loss)
+            yield from self._look_for_rise(sample.step, loss)
             limit = self._limit(loss)
             if loss > limit:
                 if not self._above:
@@ -82,6 +90,30 @@ class LossSpike(ShippedRule):
             self._past += self._above or [loss]
             del self._past[:-_WINDOW]
             self._above = []
+
+    def _look_for_rise(self, step: int, loss: float) -> Iterable[Alert]:
+        """Alert if the loss rises all the time, far above where it began: something follows the gradient uphill."""
+        if self._num_first < _TURNED:
+            self._num_first, self._first = self._num_first + 1, max(self._first, loss)
+            return
+        self._block.append(loss)
+        if len(self._block) < _BLOCK:
+            return
+        median, least = float(np.median(self._block)), min(self._block)
+        self._num_rises = self._num_rises + 1 if median > self._last_block else 0
+        self._block, self._last_block = [], median
+        if self._num_rises >= _RISES and least > _FAR_ABOVE * self._first > 0:
+            fact = (
+                f"Step {step}: the loss has risen to {number(median)}, from at most {number(self._first)} in the first "
+                f"{_TURNED} samples; each of the last {self._num_rises} groups of {_BLOCK} samples is above the one "
+                "before."
+            )
+            cause = (
+                "not clear: either the wrong sign of the loss (or maximize=True in the optimizer), or a learning rate "
+                "that is too high; a run with a tenth of the learning rate tells them apart"
+            )
+            remedy = "check the sign of the loss and the optimizer's settings; lower the learning rate"
+            yield finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def _limit(self, loss: float) -> float:
         """Return the limit for this loss; infinity if the loss is too small for the deviation to matter."""
