@@ -171,8 +171,8 @@ class RowColumns:
     """The values of wandb_gradwatch's keys, one row per step. Too many rows are merged with their neighbours."""
 
     def __init__(self, max_cells: int = MAX_KEPT_CELLS) -> None:
-        self.merged = 1  # rows of the run per kept row
-        self._num_in_last = 1  # rows of the run in the last kept row
+        self.merged = 1  # steps per row; the last row may have fewer
+        self._num_steps = 0
         self._max_cells = max_cells
         self._steps = array("q")
         self._times = array("d")
@@ -181,20 +181,18 @@ class RowColumns:
     def add(self, step: int, time: object, numbers: Mapping[str, float]) -> None:
         """Add the numbers of a step; numbers of the same step share one row. A `time` that is no number becomes NaN."""
         if not self._steps or self._steps[-1] != step:
-            if self._num_in_last == self.merged and len(self._steps) * len(self._columns) > self._max_cells:
+            if self._num_steps % self.merged == 0 and len(self._steps) * len(self._columns) > self._max_cells:
                 self._merge_neighbours()
-            if self._num_in_last == self.merged:
-                self._num_in_last = 0
+            if self._num_steps % self.merged == 0:
                 self._steps.append(step)
                 self._times.append(np.nan)
-            self._num_in_last += 1
+            self._num_steps += 1
         self._steps[-1], self._times[-1] = step, time if isinstance(time, (int, float)) else np.nan
         place = len(self._steps) - 1
         for key, value in numbers.items():
             column = self._columns[key]
-            if len(column) <= place:
-                column.extend([np.nan] * (place + 1 - len(column)))
-            if self._num_in_last > 1:
+            column.extend([np.nan] * (place + 1 - len(column)))
+            if self.merged > 1:
                 value = pool(np.array([column[place], value]), 2, key).item()
             column[place] = value
 
@@ -213,15 +211,12 @@ class RowColumns:
         return steps, times, values
 
     def _merge_neighbours(self) -> None:
-        """Halve the number of rows. If it is odd, the last row stays open for the next step."""
-        num_rows = len(self._steps)
-        last = np.minimum(np.arange(1, num_rows + 1, 2), num_rows - 1)
+        """Halve the number of rows. If it is odd, the last row stays open for the next steps."""
+        last = np.minimum(np.arange(1, len(self._steps) + 1, 2), len(self._steps) - 1)
         self._steps = array("q", np.array(self._steps)[last].tolist())
         self._times = array("d", np.array(self._times)[last].tolist())
         for key, column in self._columns.items():
             self._columns[key] = array("d", pool(np.array(column), 2, key).tolist())
-        if num_rows % 2 == 0:
-            self._num_in_last += self.merged
         self.merged *= 2
 
 
