@@ -276,6 +276,8 @@ def test_a_function_that_cannot_work_is_said_at_watch(fn, error, words):
     ("arguments", "error", "words"),
     [
         (dict(name="a/b", fn=norm), ValueError, "without slashes and dots"),
+        (dict(name="", fn=norm), ValueError, "without slashes and dots"),
+        (dict(name=3, fn=norm), ValueError, "without slashes and dots"),
         (dict(name="x", fn=3), TypeError, "fn=3 must be a function"),
         (dict(name="x", fn=norm, on="weight"), ValueError, "on='weight' must be one of"),
         (dict(name="x", fn=norm, aggregate="median"), ValueError, "aggregate='median' must be one of"),

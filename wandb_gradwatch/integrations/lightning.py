@@ -111,13 +111,10 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         reserved = ("run", "log_every", "start_step")
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
         self._trainer: weakref.ref[Any] | None = None  # set during a fit
-        self._every = 0  # log the statistics of every n-th batch; 0: none
         self._places: dict[int, _BatchPlace] = {}  # places of samples that have not arrived, by step
         self._new: list[tuple[_BatchPlace, Snapshot]] = []  # arrived, and not yet in the epoch's statistics
         self._due: dict[int, list[Snapshot]] = {}  # arrived samples of batches to be logged, by batch
         self._is_restored = False
-        self._before: list[GradWatchCallback] = []  # this class's instances that precede this one in the trainer
-        self._namespace = ""  # inserted into our model-wide keys
         self._begin_epoch(0)
 
     def compute_batch_stats(self, sample: Snapshot) -> dict[str, float]:
@@ -231,7 +228,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         self._places, self._new, self._due = {}, [], {}
         options = self._session.options
         ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
-        self._before = ours[: ours.index(self)] if self in ours else []
+        self._before = ours[: ours.index(self)] if self in ours else []  # those that precede this one in the trainer
         self._namespace = f"callback{len(self._before)}" if self._before else ""
         of_rows: dict[str, Any] = {"group_by": options.get("group_by", "parameter"), "namespace": self._namespace}
         of_rows |= {"rows": every > 0, "details": options.get("details", ())}

@@ -346,9 +346,6 @@ class FunctionMetrics(ForwardProbe):
     def _drop(self, metric: Metric, where: str, error: Exception) -> None:
         self._metrics = [kept for kept in self._metrics if kept is not metric]
         self._now = [kept for kept in self._now if kept is not metric]
-        for values in (self._tallies.sample, self._tallies.pending):
-            for key in [key for key in values if key[0] is metric]:
-                del values[key]
         text = "wandb_gradwatch: %s failed on the %s and is dropped; the others go on."
         logger.error(text, metric, where, exc_info=error)
 
