@@ -19,9 +19,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ._capture.cadence import Budget, Cadence, SampleEvery
-from ._capture.measurer import LossScale, MeasureOptions
 from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
-from ._capture.parts import CaptureConfig
+from ._capture.parts import CaptureConfig, LossScale, MeasureOptions
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend
@@ -133,7 +132,6 @@ def watch(
     guard, if optimizers step inside the backward, or if there is no optimizer. docs/benchmarks.md compares the times
     with those of other monitors; docs/growth.md shows the host's time per tensor.
     """
-    # All arguments are checked before anything changes, including an earlier watcher of the same model.
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
     if log not in ("gradients", "parameters", "all"):
         raise ValueError(f'log={log!r} must be "gradients", "parameters" or "all": which histograms are logged')

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from numbers import Real
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
@@ -25,28 +24,12 @@ from .._measure.measure import measure, measure_received
 from .._runtime.autograd import Entry
 from .._runtime.error_boundary import CallbackError
 from .._runtime.notices import CannotWatchError
-from .._runtime.sharding import Shards, local_gradient, local_part
-from .._transfer.sample_buffer import SampleBuffer
-from .gradient_versions import GradientVersions
-from .optimizer_registry import OptimizerRegistry
+from .._runtime.sharding import local_gradient, local_part
+from .parts import CaptureParts, MeasureOptions
 from .probes import WatchedTensor
 from .scaling import SCALES, scale_tensor
 
 _MAX_UNREAD: Final = 256  # pairs of events; a device with more is not timed until it has caught up
-
-LossScale = float | Tensor | Callable[[int], float | Tensor]
-
-
-@dataclass(frozen=True)
-class MeasureOptions:
-    """What is measured of each gradient."""
-
-    dead_threshold: float = 0.0  # |g| <= this is dead
-    backend: str = "auto"  # as given to watch()
-    # What the user's code divides the gradients by after the backward: a number, a tensor, which is read when the
-    # gradients are measured, or a function of the step. None: a scaler divides them, or nothing does.
-    loss_scale: LossScale | None = None
-    histograms: bool = True  # whether to take the histograms of gradients that are due
 
 
 class DeviceTimer:
@@ -108,49 +91,30 @@ class _Group(NamedTuple):
 class Measurer:
     """Measures gradients of the open sample, writes their rows to the window and remembers their versions."""
 
-    def __init__(
-        self,
-        window: SampleBuffer,
-        optimizer_registry: OptimizerRegistry,
-        seen: GradientVersions,
-        options: MeasureOptions,
-        timer: DeviceTimer,
-    ) -> None:
-        self._timer = timer
-        self._window = window
-        self._optimizer_registry = optimizer_registry
-        self._options = options
-        self._seen = seen
+    def __init__(self, parts: CaptureParts, options: MeasureOptions, timer: DeviceTimer) -> None:
+        self._parts, self._options, self._timer = parts, options, timer
+        self._window, self._optimizer_registry, self._seen = parts.window, parts.optimizers, parts.seen
         self.eps = 0.0  # the coarsest machine epsilon among gradients measured twice in the open sample
-        self._step = 0
         self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, if a scaler is in use
         self._answer: tuple[int, float | Tensor | None] = (-1, None)  # last step and result of a loss_scale function
 
-    def begin_sample(self, step: int) -> None:
-        """Open the sample of this step: forget the gradients of the previous one."""
-        self._step, self.eps = step, 0.0
+    def begin_sample(self) -> None:
+        """Forget the gradients of the previous sample."""
+        self.eps = 0.0
         self._seen.clear()
         self._assumed_scaler.clear()
 
-    def measure(
-        self,
-        present: Sequence[Entry],
-        *,
-        histogram: bool,
-        parameters: bool = True,
-        scaled: bool = True,
-        received_by: Optimizer | None = None,
-    ) -> None:
-        """Measure gradients that are not clipped yet, and their parameters.
+    def measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
+        """Measure gradients that are not clipped yet, and, if whole rows are read, their parameters.
 
         Args:
-            histogram: also take their histograms.
-            parameters: also measure the parameters.
             scaled: the gradients are as the backward left them, multiplied by the loss scale if there is one.
             received_by: the gradients are as this optimizer is about to use them; `scaled` is ignored.
         """
         scaled = scaled and received_by is None
         any_scaler = scaled and SCALES.scaler_of(None) is not None
+        has_parameters = self._parts.rows_are_read
+        histogram = self._options.histograms and self._parts.schedule.has_histogram
         for scaler, device, slots, held, gradients, theirs in self._groups(present, by_scaler=any_scaler):
             inverse_scale = None if received_by is None else _pending_inverse_scale(received_by, device)
             if scaled and (scale := self._scale_of(scaler, device)) is not None:
@@ -159,10 +123,10 @@ class Measurer:
             with self._timer.on(device):
                 measurement = measure(
                     gradients,
-                    theirs if parameters else None,
+                    theirs if has_parameters else None,
                     dead_threshold=self._options.dead_threshold,
                     inverse_scale=inverse_scale,
-                    histogram=histogram and self._options.histograms,
+                    histogram=histogram,
                     backend=self._options.backend,
                 )
             self._window.write(slots, measurement)
@@ -179,9 +143,10 @@ class Measurer:
         if scale is None:  # the usual case
             return None
         if callable(scale) and not isinstance(scale, Tensor):
-            if self._answer[0] != self._step:
+            step = self._parts.clock.open_step
+            if self._answer[0] != step:
                 try:
-                    self._answer = self._step, scale(self._step)
+                    self._answer = step, scale(step)
                 except Exception as error:  # of the user's function
                     raise CallbackError from error
             scale = self._answer[1]
@@ -190,7 +155,7 @@ class Measurer:
         if isinstance(scale, Tensor):
             return onto(scale.detach().reshape(()), device)
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
-            raise CannotWatchError(f"loss_scale({self._step}) = {scale!r} must be a number above 0, and finite")
+            raise CannotWatchError(f"loss_scale({self._answer[0]}) = {scale!r} must be a number above 0, and finite")
         return torch.full((), scale, device=device)
 
     def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
@@ -229,13 +194,7 @@ class Measurer:
         self.eps = max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def watched(
-        self,
-        entries: Iterable[Entry],
-        names: Sequence[str],
-        shards: Shards,
-        *,
-        scaled: bool,
-        updated_by: Optimizer | None = None,
+        self, entries: Iterable[Entry], *, scaled: bool, updated_by: Optimizer | None = None
     ) -> list[WatchedTensor]:
         """Return the entries in the form that probes receive."""
         tensors = []
@@ -244,13 +203,13 @@ class Measurer:
             scale = self.loss_scale(parameter.device, self._optimizer_registry.of_slot(slot)) if scaled else None
             tensors.append(
                 WatchedTensor(
-                    names[slot],
+                    self._parts.registry.names[slot],
                     local_part(parameter).detach(),
                     None if gradient is None else local_gradient(parameter).detach(),
                     None if scale is None else scale.reciprocal(),
                     updated_by,
                     parameter,
-                    shards.is_whole(parameter),
+                    self._parts.shards.is_whole(parameter),
                 )
             )
         return tensors

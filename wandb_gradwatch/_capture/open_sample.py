@@ -53,7 +53,7 @@ class OpenSample:
 
     def _forget_gradients(self) -> None:
         """Forget the gradients measured so far; what probes measured in the forward stays in the sample."""
-        self._measurer.begin_sample(self._parts.clock.open_step)
+        self._measurer.begin_sample()
         self._compared, self._compared_early, self._presumed = (), (), set()
         self._unscaled, self._clipped, self._received, self.by_torch = set(), set(), set(), False
 
@@ -86,20 +86,11 @@ class OpenSample:
         self.measure_present([(slot, parameter)])
 
     def _measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
-        schedule = self._parts.schedule
-        self._measurer.measure(
-            present,
-            histogram=schedule.has_histogram,
-            parameters=self._parts.rows_are_read,
-            scaled=scaled,
-            received_by=received_by,
-        )
-        if self._parts.probes and schedule.is_sampled:
+        self._measurer.measure(present, scaled=scaled, received_by=received_by)
+        if self._parts.probes and self._parts.schedule.is_sampled:
             if received_by is not None:
                 scaled = getattr(received_by, "grad_scale", None) is not None
-            names, shards = self._parts.registry.names, self._parts.shards
-            tensors = self._measurer.watched(present, names, shards, scaled=scaled)
-            self._parts.probes.tell(Probe.gradients_ready, tensors)
+            self._parts.probes.tell(Probe.gradients_ready, self._measurer.watched(present, scaled=scaled))
 
     @contained
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
@@ -310,9 +301,7 @@ class OpenSample:
         if parts.probes and parts.schedule.is_sampled:
             entries = parts.registry.scan() if optimizer is None else parts.optimizers.entries(optimizer)
             scaled = getattr(optimizer, "grad_scale", None) is not None  # by a fused optimizer itself
-            names = parts.registry.names
-            told = self._measurer.watched(entries, names, parts.shards, scaled=scaled, updated_by=optimizer)
-            parts.probes.tell(moment, told)
+            parts.probes.tell(moment, self._measurer.watched(entries, scaled=scaled, updated_by=optimizer))
 
     def before_unscale(self, optimizer: Optimizer) -> None:
         """Measure what was not measured before a scaler divides this optimizer's gradients in place."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,12 +22,25 @@ from .cadence import Budget, Cadence
 from .gradient_versions import GradientVersions, mark_as_older_than_its_hook, was_seen
 from .hooks import NO_SLOT, BackwardHooks
 from .loss import SampleLoss
-from .measurer import MeasureOptions
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 from .probes import Probe, Probes
 from .schedule import Schedule
 from .wiring import Wiring
+
+LossScale = float | Tensor | Callable[[int], float | Tensor]
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured of each gradient."""
+
+    dead_threshold: float = 0.0  # |g| <= this is dead
+    backend: str = "auto"  # as given to watch()
+    # What the user's code divides the gradients by after the backward: a number, a tensor, which is read when the
+    # gradients are measured, or a function of the step. None: a scaler divides them, or nothing does.
+    loss_scale: LossScale | None = None
+    histograms: bool = True  # whether to take the histograms of gradients that are due
 
 
 @dataclass(frozen=True)

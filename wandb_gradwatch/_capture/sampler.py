@@ -58,7 +58,7 @@ class Sampler(Listener):
         self._clock, self._schedule = parts.clock, parts.schedule
         self._guard, self._by_hand = parts.guard, parts.by_hand
         self._timer = DeviceTimer()
-        self._measurer = Measurer(window, parts.optimizers, parts.seen, config.measured, self._timer)
+        self._measurer = Measurer(parts, config.measured, self._timer)
         self._sample = OpenSample(parts, self._measurer)
         self._resting = Resting(parts, self._sample)
         self.counter: Rest | None = None  # counts steps while the hooks are off
@@ -173,11 +173,9 @@ class Sampler(Listener):
     def follows(self, optimizer: Optimizer) -> bool:
         if (answer := self.parts.optimizers.known_to_follow(optimizer)) is not None:
             return answer
-        found: list[bool] = []
-        self.boundary.run(self._learn, optimizer, found)
-        return any(found)
+        return bool(self.boundary.run(self._learn, optimizer))
 
-    def _learn(self, optimizer: Optimizer, found: list[bool]) -> None:
+    def _learn(self, optimizer: Optimizer) -> bool:
         num_known = self.parts.optimizers.num_known
         follows = self.parts.optimizers.learn(optimizer)
         has_lost_all = num_known and not self.parts.optimizers.num_known
@@ -188,7 +186,7 @@ class Sampler(Listener):
             self.parts.follow()
         if has_lost_all or (not follows and self._by_hand.possible and self._clock.marked):
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
-        found.append(follows)
+        return follows
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         return self.parts.optimizers.slots(inner) <= self.parts.optimizers.slots(outer)

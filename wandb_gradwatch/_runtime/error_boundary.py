@@ -54,10 +54,12 @@ class ErrorBoundary:
         """Whether this process is a forked child: it has inherited the hooks, but does not own the run."""
         return os.getpid() != self._process
 
-    def run(self, function: Callable[Arguments, object], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        """Call the function, unless the monitor has stopped."""
+    def run(
+        self, function: Callable[Arguments, Answer], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Answer | None:
+        """Call the function and return its result; None if it raises or the monitor has stopped."""
         if self.stopped or os.getpid() != self._process or graph_is_captured():
-            return
+            return None
         began = time.perf_counter()
         # A sample makes thousands of short-lived tuples, which trigger garbage collections of the whole program: half
         # of our cost with a thousand tensors.
@@ -74,11 +76,12 @@ class ErrorBoundary:
                 try:
                     _set_grad_enabled(False)
                     self.thread.check_turns()
-                    function(*args, **kwargs)
+                    return function(*args, **kwargs)
                 except CallbackError:
                     raise
                 except Exception as error:
                     self.fail(error)
+                    return None
                 finally:
                     self._depth -= 1
                     _set_grad_enabled(with_autograd)
