@@ -102,23 +102,20 @@ class UpdatesByHand:
         """Count an inferred update. Enough of them prove that there is no optimizer."""
         if not self.proven:
             self._num_provisional += 1
-            self.proven = self._num_provisional >= _RESETS_THAT_PROVE
-            if self.proven and not self.inside_backward:
-                self._say()
+            if self._num_provisional >= _RESETS_THAT_PROVE:
+                self.settle()
 
     def settle(self) -> None:
-        """Accept the inferred updates as final, without further proof."""
+        """Accept the inferred updates as final."""
         if self.possible and not self.proven:
             self.proven = True
-            self._say()
-
-    def _say(self) -> None:
-        self._notices.say(
-            "no optimizer",
-            "no optimizer step was seen that updates a watched parameter, so every backward after which the gradients "
-            "were reset counts as a step; pass optimizer= if there is one, or call watcher.mark_step() after each "
-            "update",
-        )
+            if not self.inside_backward:
+                self._notices.say(
+                    "no optimizer",
+                    "no optimizer step was seen that updates a watched parameter, so every backward after which the "
+                    "gradients were reset counts as a step; pass optimizer= if there is one, or call "
+                    "watcher.mark_step() after each update",
+                )
 
     def remember_parameters(self) -> None:
         """Record the parameters' versions: a backward has ended."""

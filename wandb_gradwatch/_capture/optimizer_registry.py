@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -33,9 +33,7 @@ class OptimizerRegistry:
     def __init__(self, registry: ParameterRegistry, clock: SampleClock, appointed: Optimizer | None) -> None:
         self._registry = registry
         self._clock = clock
-        self._appointed: Callable[[], Optimizer | None] = (
-            (lambda: None) if appointed is None else weakref.ref(appointed)
-        )
+        self._appointed = (lambda: None) if appointed is None else weakref.ref(appointed)
         self.left_out: set[int] = set()  # slots that a backward reached, but no optimizer updated
         self._known: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
@@ -43,8 +41,6 @@ class OptimizerRegistry:
         self._version = registry.version  # when every optimizer was last looked at
         self._named: tuple[int, ...] = ()  # the cache key of `_names`
         self._names = Names((), ())
-        self._stepped: tuple[int, frozenset[int]] = (-1, frozenset())  # the cache key of `_updated`
-        self._updated: tuple[tuple[int, ...], ...] = ()
 
     def known_to_follow(self, optimizer: Optimizer) -> bool | None:
         """Whether it owns any watched parameter; None if it is new or has changed. Called at every step."""
@@ -100,11 +96,7 @@ class OptimizerRegistry:
 
     def updated_by(self, keys: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         """Return the slots of each of these optimizers, ascending."""
-        now = (self._clock.num_changes, frozenset(keys))
-        if now != self._stepped:
-            self._stepped = now
-            self._updated = tuple(tuple(sorted(self._clock.owned.get(key, ()))) for key in sorted(now[1]))
-        return self._updated
+        return tuple(tuple(sorted(self._clock.owned.get(key, ()))) for key in sorted(keys))
 
     def parts(self) -> dict[str, list[int]]:
         """Return the slots of each model by name; for a single model, those of each optimizer if they step in turn.

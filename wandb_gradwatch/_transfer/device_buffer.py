@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from .._measure.columns import NUM_BINS, NUM_COLUMNS
 from .._measure.elements import upload, wide_dtype
-from .transfers import PinnedPool, RowsTransfer
+from .transfers import PinnedPool
 
 # P watched parameters, C columns, B histogram bins
 
@@ -26,8 +26,7 @@ class DeviceBuffer:
     def __init__(self, device: torch.device, num_names: int, pinned_pool: PinnedPool) -> None:
         self.device = device
         self.rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=wide_dtype(device), device=device)
-        self.histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=device)
-        self.has_histogram = False
+        self.histogram: Tensor | None = None  # of the window, int64 [P, B]; None: none was taken
         self.sample_histogram: Tensor | None = None  # of the open sample; added to the window's at the commit
         # Further measurements of the open sample's gradients that changed, in rows of the same shape: before `rows`,
         # and as the optimizer received them. Rows of gradients that did not change are missing.
@@ -54,10 +53,10 @@ class DeviceBuffer:
 
     def grow(self, num_names: int) -> None:
         """Make room for new names, whose rows are missing so far."""
-        missing, self._slots = (0, 0, 0, num_names - len(self.histogram)), {}
-        self.histogram = pad(self.histogram, missing)
-        if self.sample_histogram is not None:
-            self.sample_histogram = pad(self.sample_histogram, missing)
+        missing, self._slots = (0, 0, 0, num_names + 1 - len(self.rows)), {}
+        self.histogram, self.sample_histogram = (
+            None if counts is None else pad(counts, missing) for counts in (self.histogram, self.sample_histogram)
+        )
         self.rows = _grown(self.rows, missing)
         self.earlier, self.received = (
             None if rows is None else _grown(rows, missing) for rows in (self.earlier, self.received)
@@ -85,44 +84,23 @@ class DeviceBuffer:
         self.received[index] = rows
 
     def forget_sample(self) -> None:
-        """Discard everything about the open sample."""
-        self.rows.fill_(torch.nan)
+        """Open the next sample, with missing rows in new memory: a transfer may still use the old."""
+        self.rows = torch.full_like(self.rows, torch.nan)
         self.sample_histogram = self.earlier = self.received = None
 
     def open_histogram(self) -> Tensor:
         """The open sample's histogram: [P, B]."""
         if self.sample_histogram is None:
-            self.sample_histogram = torch.zeros_like(self.histogram)
-            self._pinned_pool.prepare(self.histogram)
+            num_names = len(self.rows) - 1
+            self.sample_histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=self.device)
+            self._pinned_pool.prepare(self.sample_histogram)
         return self.sample_histogram
-
-    def send_rows(self) -> RowsTransfer:
-        """Send the open sample's rows to the host, and make room for those of the next sample."""
-        send = self._pinned_pool.send
-        earlier, received = (None if rows is None else send(rows) for rows in (self.earlier, self.received))
-        transfer = RowsTransfer(send(self.rows), earlier, received)
-        self.earlier = self.received = None
-        if self.device.type == "cpu":
-            self.rows = torch.full_like(self.rows, torch.nan)
-        else:
-            self.rows.fill_(torch.nan)
-        return transfer
-
-    def drop_histogram(self) -> None:
-        """Start the next window with an empty histogram."""
-        if self.has_histogram:
-            if self.device.type == "cpu":  # a transfer may still use the old tensor
-                self.histogram = torch.zeros_like(self.histogram)
-            else:
-                self.histogram.zero_()
-            self.has_histogram = False
 
     def add_sample_histogram(self) -> None:
         """Add the open sample's histogram to the window's, when the sample is complete."""
-        if self.sample_histogram is not None:
-            self.histogram += self.sample_histogram
-            self.sample_histogram = None
-            self.has_histogram = True
+        counts, self.sample_histogram = self.sample_histogram, None
+        if counts is not None:
+            self.histogram = counts if self.histogram is None else self.histogram + counts
 
     def index(self, slots: tuple[int, ...]) -> Tensor | slice:
         """Slots as an index without an upload: a slice if they are consecutive, otherwise a cached tensor."""

@@ -30,7 +30,6 @@ from .transfers import (
     OnDevice,
     PinnedPool,
     ProbeTransfer,
-    RowsTransfer,
     Sample,
     SampleTransfer,
     values_of,
@@ -143,7 +142,7 @@ class SampleBuffer:
 
     def peek(self) -> FloatArray:
         """The open sample's rows [P, C]. Waits for the device, because the guard must decide before the step."""
-        rows = [RowsTransfer(self._pinned_pool.send(buffer.rows)) for buffer in self._everywhere()]
+        rows = [self._pinned_pool.send(buffer.rows) for buffer in self._everywhere()]
         peeked = SampleTransfer(Sample(0, False, ()), self._num_names, rows)
         peeked.arrived(wait=True)
         return peeked.unpack().rows.copy()
@@ -160,7 +159,12 @@ class SampleBuffer:
             self._histogram_steps.append(sample.step)
             for buffer in buffers:
                 buffer.add_sample_histogram()
-        rows = [buffer.send_rows() for buffer in buffers]
+        send = self._pinned_pool.send
+        rows = [send(buffer.rows) for buffer in buffers]
+        earlier = [send(buffer.earlier) for buffer in buffers if buffer.earlier is not None]
+        received = [send(buffer.received) for buffer in buffers if buffer.received is not None]
+        for buffer in buffers:
+            buffer.forget_sample()
         known: dict[str, float] = {}
         by_device: dict[torch.device, dict[str, OnDevice]] = {}
         for key, value in (found or {}).items():
@@ -169,20 +173,18 @@ class SampleBuffer:
             else:
                 by_device.setdefault(values_of(value).device, {})[key] = value
         packed = [ProbeTransfer(values, self._pinned_pool) for values in by_device.values()]
-        self.sent.append(SampleTransfer(sample, self._num_names, rows, packed, known))
+        self.sent.append(SampleTransfer(sample, self._num_names, rows, earlier, received, packed, known))
 
     def open_histogram(self) -> dict[str, Any]:
         """The open window's histogram counts [P, B], None if there are none, and its steps. Waits for the device."""
-        parts = [buffer.histogram.cpu() for buffer in self._everywhere() if buffer.has_histogram]
+        parts = [buffer.histogram.cpu() for buffer in self._everywhere() if buffer.histogram is not None]
         return {"counts": torch.stack(parts).sum(dim=0) if parts else None, "steps": list(self._histogram_steps)}
 
     def restore_histogram(self, histogram: Tensor | None, steps: Sequence[int]) -> None:
         """Replace the open window's histogram by a saved one [P, B], or by none."""
         self._drop_histogram()
         if histogram is not None:
-            buffer = self._on(torch.device("cpu"))
-            buffer.histogram[: len(histogram)] = histogram
-            buffer.has_histogram = True
+            self._on(torch.device("cpu")).histogram = histogram
             self._histogram_steps = list(steps)
 
     def leave_out_sent(self, step: int) -> None:
@@ -196,7 +198,7 @@ class SampleBuffer:
 
     def flush(self) -> None:
         """Send the histogram after the window's samples and begin the next window."""
-        histograms = [buffer.histogram for buffer in self._everywhere() if buffer.has_histogram]
+        histograms = [buffer.histogram for buffer in self._everywhere() if buffer.histogram is not None]
         self.sent.append(FlushTransfer(list(map(self._pinned_pool.send, histograms)), tuple(self._histogram_steps)))
         self._drop_histogram()
 
@@ -210,7 +212,7 @@ class SampleBuffer:
     def _drop_histogram(self) -> None:
         self._histogram_steps = []
         for buffer in self._everywhere():
-            buffer.drop_histogram()
+            buffer.histogram = None
 
     def _on(self, device: torch.device) -> DeviceBuffer:
         buffer = self._devices.get(device)

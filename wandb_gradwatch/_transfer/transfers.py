@@ -170,14 +170,6 @@ class Transfer:
         return self._host.numpy()
 
 
-class RowsTransfer(NamedTuple):
-    """A sample's rows of one device, and its `earlier` and `received` rows, as in DeviceBuffer."""
-
-    rows: Transfer
-    earlier: Transfer | None = None
-    received: Transfer | None = None
-
-
 class ProbeTransfer:
     """The transfer of all probes' values on one device, in one copy: one or several numbers for each key."""
 
@@ -229,24 +221,29 @@ class FlushTransfer(NamedTuple):
 
 
 class SampleTransfer(NamedTuple):
-    """The transfer of a sample: its rows and the probes' values from each device."""
+    """The transfer of a sample from each device: its rows, as in DeviceBuffer, and the probes' values."""
 
     sample: Sample
     num_names: int
-    rows: list[RowsTransfer]
+    rows: Sequence[Transfer]
+    earlier: Sequence[Transfer] = ()
+    received: Sequence[Transfer] = ()
     found: Sequence[ProbeTransfer] = ()
     known: Mapping[str, float] = {}  # the probes' values on the host
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
-        transfers = [transfer for one in self.rows for transfer in one if transfer is not None]
-        transfers += [found.transfer for found in self.found]
-        return all([one.arrived(wait=wait) for one in transfers])
+        of_probes = [found.transfer for found in self.found]
+        return all([one.arrived(wait=wait) for one in (*self.rows, *self.earlier, *self.received, *of_probes)])
 
     def unpack(self) -> ArrivedSample:
-        packed = [np.asarray(one.rows.take(), dtype=np.float64) for one in self.rows]
-        rows = packed[0][:-1] if len(packed) == 1 else self._joined([one[:-1] for one in packed])
-        earlier, received = self._joined_look(1), self._joined_look(2)
+        packed, earlier_too, received_too = (
+            [np.asarray(one.take(), dtype=np.float64) for one in looks]
+            for looks in (self.rows, self.earlier, self.received)
+        )
+        rows = self._joined(packed)
+        earlier = self._joined(earlier_too) if earlier_too else None
+        received = self._joined(received_too) if received_too else None
         loss_scale, found_inf = np.nan, 0.0
         for one in packed:
             scale, inf = one[-1, : FOUND_INF + 1].tolist()
@@ -268,17 +265,14 @@ class SampleTransfer(NamedTuple):
             metrics |= _what_happened(rows, earlier, received, self.sample, loss_scale)
         return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums, untraced)
 
-    def _joined_look(self, place: int) -> FloatArray | None:
-        """The `earlier` or `received` rows of all devices: [P, C]; None if there are none."""
-        looks = [transfer for one in self.rows if (transfer := one[place]) is not None]
-        return self._joined([np.asarray(one.take(), dtype=np.float64)[:-1] for one in looks]) if looks else None
-
-    def _joined(self, rows_of_devices: Sequence[FloatArray]) -> FloatArray:
+    def _joined(self, packed: Sequence[FloatArray]) -> FloatArray:
         """Join the rows of several devices, each of which is missing on all devices but one: [P, C]."""
+        if len(packed) == 1:
+            return packed[0][:-1]
         rows: FloatArray = np.full((self.num_names, NUM_COLUMNS), np.nan)
-        for device_rows in rows_of_devices:
-            here = ~np.isnan(device_rows[:, Column.NUM_ELEMENTS])
-            rows[here] = device_rows[here]
+        for device_rows in packed:
+            here = ~np.isnan(device_rows[:-1, Column.NUM_ELEMENTS])
+            rows[here] = device_rows[:-1][here]
         return rows
 
 
