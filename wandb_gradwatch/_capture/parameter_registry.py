@@ -7,7 +7,6 @@ replaced and unfrozen parameters.
 
 from __future__ import annotations
 
-import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +50,12 @@ class ParameterRegistry:
         self.slot_of_id: dict[int, int] = {}  # id(parameter) -> slot, as of the last scan
         self.version = 0  # changes whenever slot_of_id changes
         self.changes = 0  # changes whenever there may be a parameter to hook: a new or an unfrozen one
-        self._seen = _Walked()
+        # Of the last walk, to detect changes since: the modules in its order, [] if it cannot be relied on; the ids and
+        # keys of their parameters and children; each watched slot with the place of its parameter among these.
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._ids: list[int] = []
+        self._keys: list[str] = []
+        self._places: list[tuple[int, int]] = []
         entries = self.scan()
         if not any(parameter.requires_grad for _, parameter in entries):
             raise ValueError(self._nothing_to_watch(include, exclude))
@@ -61,7 +65,7 @@ class ParameterRegistry:
         self.prefix = f"{prefix}."
         self._models = [(f"{prefix}.{own}", reference) for own, reference in self._models]
         self._watched, self.slot_of_name, self.names, self.trainable = {}, {}, [], []
-        self._seen = _Walked()
+        self._modules = []
         self.scan()
 
     def models(self) -> list[nn.Module]:
@@ -90,7 +94,7 @@ class ParameterRegistry:
 
         Cost: a walk over the modules if nothing has changed since the last scan; otherwise a few times as much.
         """
-        entries = self._seen.entries()
+        entries = self._unchanged()
         if entries is None:
             entries = self._scan_anew()
         require_grad = [parameter.requires_grad for _, parameter in entries]
@@ -126,9 +130,28 @@ class ParameterRegistry:
         if slot_of_id != self.slot_of_id:  # other parameters, or the same under other names
             self.version += 1
         self.slot_of_id = slot_of_id
-        self._seen = _Walked(modules if len(self.models()) == len(self._models) else None, entries)
         self._scanned = True
+        values, self._keys = _contents(modules)
+        self._ids = list(map(id, values))
+        place_of_id = {number: place for place, number in enumerate(self._ids)}
+        self._places = [(slot, place_of_id.get(id(parameter), -1)) for slot, parameter in entries]
+        is_lost = len(self.models()) < len(self._models)
+        is_lost |= any(place < 0 for _, place in self._places)  # another thread has replaced one meanwhile
+        self._modules = [] if is_lost else list(map(weakref.ref, modules))
         return entries
+
+    def _unchanged(self) -> list[Entry] | None:
+        """Return the watched parameters; None if any module has other parameters, children or names than at the walk.
+
+        A freed parameter whose id was given to its replacement is no problem: name and slot are the same.
+        """
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        if not modules or len(modules) < len(self._modules):
+            return None
+        values, keys = _contents(modules)
+        if list(map(id, values)) != self._ids or keys != self._keys:
+            return None
+        return [(slot, values[place]) for slot, place in self._places]
 
     def _walk(self, modules: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter | None]]:
         """Yield every parameter with its name, and append the modules to `modules` in the order of the walk."""
@@ -183,37 +206,6 @@ def _nothing_registered(modules: Sequence[nn.Module]) -> str:
         f"watch() found nothing: no parameter is registered in {type(modules[0]).__name__}; pass the model that is "
         "trained, and keep layers in a torch.nn.ModuleList or ModuleDict instead of a plain list or dict"
     )
-
-
-class _Walked:
-    """The result of the last walk, to detect changes since then. Holds modules weakly, and no tensor.
-
-    Args:
-        modules: the modules in the order of the walk, each once; None if a model of them was deleted.
-        watched: the watched parameters with their slots.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module] | None = None, watched: Iterable[Entry] = ()) -> None:
-        self._modules = None if modules is None else [weakref.ref(module) for module in modules]
-        values, self._keys = _contents(modules or ())
-        self._ids = list(map(id, values))
-        place_of_id = dict(zip(self._ids, itertools.count(), strict=False))
-        self._places = [(slot, place_of_id.get(id(parameter), -1)) for slot, parameter in watched]
-        if any(place < 0 for _, place in self._places):  # another thread has replaced one meanwhile
-            self._modules = None
-
-    def entries(self) -> list[Entry] | None:
-        """Return the watched parameters; None if any module has other parameters, children or names than at the walk.
-
-        A freed parameter whose id was given to its replacement is no problem: name and slot are the same.
-        """
-        if self._modules is None:
-            return None
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        values, keys = _contents(modules)
-        if len(modules) < len(self._modules) or list(map(id, values)) != self._ids or keys != self._keys:
-            return None
-        return [(slot, values[place]) for slot, place in self._places]
 
 
 def _contents(modules: Sequence[nn.Module]) -> tuple[list[Any], list[str]]:

@@ -87,8 +87,7 @@ class CaptureParts:
         self.replay: StepReplay | None = None  # runs a step with NaN or Inf a second time
         self.guard = None  # skips unhealthy steps
         if config.guard is not None:
-            known = self.optimizers.names
-            self.guard = StepSkipping(config.guard, window, self.shards, registry.names, known, notices)
+            self.guard = StepSkipping(config.guard, window, self.shards, self.optimizers.names, notices)
 
     @property
     def merges_ranks(self) -> bool:

@@ -8,7 +8,6 @@ watched parameters.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from threading import get_ident
 from typing import Final
 
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 from .._runtime.autograd import num_nodes_made
 from .._runtime.error_boundary import contained
 from .._runtime.weak_ids import WeakKeyDictionary
-from .clock import SampleClock
 from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALES, OptimizerSteps
@@ -28,14 +26,18 @@ _LEAST: Final = 3  # least number of steps for which turning the hooks off and o
 _STRAY: Final = 100  # nested steps of unknown optimizers after which the outer step is taken to have raised
 
 
-class Resting:
-    """Decides when to rest, and begins and ends each rest: from one sample to shortly before the next."""
+class Rest:
+    """Decides when to rest, counts samples by the steps of optimizers meanwhile, and ends before the next sample.
+
+    Few calls and few objects matter more here than little arithmetic: between two steps of a training all of this
+    leaves the processor's caches.
+    """
 
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
-        self._parts, self._sample, self.boundary = parts, sample, parts.boundary
+        self._parts, self._clock, self._sample, self.boundary = parts, parts.clock, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
-        self._spot_check: SpotCheck | None = None
-        self._chosen_for = -1  # the version of the registry for which `_spot_check` was chosen
+        self._chosen: SpotCheck | None = None
+        self._chosen_for = -1  # the version of the registry for which `_chosen` was chosen
 
     def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
         """Record which optimizers have made a sample."""
@@ -53,25 +55,34 @@ class Resting:
             return not is_open
         return all(len(stepped) == 1 for stepped in last)  # every step was a sample of its own
 
-    def begin(self, optimizer: Optimizer) -> Rest | None:
-        """Turn the hooks off after a step of this optimizer. Returns None if its steps do not fit the pattern."""
+    def begin(self, optimizer: Optimizer) -> bool:
+        """Turn the hooks off after a step of this optimizer. Returns False if its steps do not fit the pattern."""
         parts = self._parts
         keys = frozenset[int]().union(*self._last)
-        makers = [(key, one) for key in keys if (one := parts.optimizers.of_key(key)) is not None]
+        makers = {key: one for key in keys if (one := parts.optimizers.of_key(key)) is not None}
         if len(makers) < len(keys) or parts.optimizers.key(optimizer) not in keys:
-            return None
-        spot_check = self._spot_check_of(optimizer) if len(keys) == 1 else None
+            return False
+        # It ends the rest before a step or a clipping whose gradient it finds unusual.
+        self._spot_check = self._spot_check_of(optimizer) if len(keys) == 1 else None
+        self._has_found = False  # whether it has found one
         parts.clock.discard()
         parts.take_off_hooks(is_alone=not parts.thread.has_company)
         parts.wiring.forget_gradients()
-        return Rest(
-            parts.clock,
-            makers,
-            leaders=frozenset.intersection(*self._last),
-            is_only_one=parts.optimizers.num_known == 1,
-            wakes_at=parts.schedule.wakes_at(),
-            spot_check=spot_check,
-        )
+        self.seconds_spent = 0.0
+        self._first_step, self._last_step = self._clock.step, parts.schedule.wakes_at() - 1
+        self._thread, self._last_node = get_ident(), num_nodes_made()
+        self._is_only_one = parts.optimizers.num_known == 1  # no other optimizer owns a watched parameter
+        # The optimizers whose steps are counted, with their keys; a step of another one ends the rest.
+        self._makers: WeakKeyDictionary[Optimizer, tuple[int, OptimizerSteps]] = WeakKeyDictionary()
+        for key, one in makers.items():
+            self._makers[one] = key, SCALES.steps_of(one)
+        # The keys of those that step in every sample and complete it; without any, every step is a sample.
+        self._leaders = frozenset.intersection(*self._last)
+        self._made_last = self._leaders  # keys of the optimizers of the last sample; others may still join it
+        self._stepped: frozenset[int] = frozenset()
+        self._under_way: tuple[int, OptimizerSteps] | None = None
+        self._num_stray = 0
+        return True
 
     def _spot_check_of(self, optimizer: Optimizer) -> SpotCheck | None:
         """Return the check between samples; None if the user chose the samples, or if gradients change unseen."""
@@ -82,77 +93,32 @@ class Resting:
             return None
         if self._chosen_for != version:
             self._chosen_for = version
-            self._spot_check = spot_check_of(optimizer, parts.optimizers.entries(optimizer))
-        if self._spot_check is not None:
-            parts.schedule.plan(self._spot_check)
-            self._spot_check.at_clipping = self._sample.is_clipped_by_torch
-        return self._spot_check
+            self._chosen = spot_check_of(optimizer, parts.optimizers.entries(optimizer))
+        if self._chosen is not None:
+            parts.schedule.plan(self._chosen)
+            self._chosen.at_clipping = self._sample.is_clipped_by_torch
+        return self._chosen
 
     @contained
-    def end(self, rest: Rest, before_step_of: Optimizer | None) -> None:
+    def end(self, before_step_of: Optimizer | None) -> None:
         """Turn the hooks on again.
 
         If an optimizer is about to step, a backward may have run since the last counted step without any hook.
         """
         if before_step_of is not None:
             self._parts.thread.step_begins()
-        self.boundary.seconds_spent += rest.seconds_spent
-        self._parts.schedule.seconds_on_counting += rest.seconds_spent
-        if rest.has_counted:
-            self._parts.clock.counted(rest.made_last)
+        self.boundary.seconds_spent += self.seconds_spent
+        self._parts.schedule.seconds_on_counting += self.seconds_spent
+        if self._clock.step > self._first_step:
+            self._clock.counted(self._made_last)
         entries = self._parts.follow()
-        if rest.has_found:
+        if self._has_found:
             self._parts.schedule.sample_now()
         self._sample.begin()
-        if rest.has_found:
+        if self._has_found:
             self._sample.measure_found(entries)
-        elif before_step_of is not None and rest.may_have_new_gradients:
+        elif before_step_of is not None and self._last_node != num_nodes_made():  # a forward has run since
             self._sample.mark_present(entries)
-
-
-class Rest:
-    """Counts samples by the steps of optimizers.
-
-    Few calls and few objects matter more here than little arithmetic: between two steps of a training all of this
-    leaves the processor's caches.
-
-    Args:
-        clock: the clock whose step is advanced.
-        makers: the optimizers whose steps are counted, with their keys; a step of another one ends the rest.
-        leaders: keys of the optimizers that step in every sample and complete it. Empty: every step is a sample.
-        is_only_one: no other optimizer owns a watched parameter.
-        wakes_at: the rest ends before this step.
-        spot_check: ends the rest before a step or a clipping whose gradient it finds unusual.
-    """
-
-    def __init__(
-        self,
-        clock: SampleClock,
-        makers: Iterable[tuple[int, Optimizer]],
-        *,
-        leaders: frozenset[int],
-        is_only_one: bool,
-        wakes_at: int,
-        spot_check: SpotCheck | None = None,
-    ) -> None:
-        self._clock, self._first_step, self._last_step = clock, clock.step, wakes_at - 1
-        self._leaders, self._is_only_one, self._thread = leaders, is_only_one, get_ident()
-        self.seconds_spent = 0.0
-        self._makers: WeakKeyDictionary[Optimizer, tuple[int, OptimizerSteps]] = WeakKeyDictionary()
-        for key, one in makers:
-            self._makers[one] = key, SCALES.steps_of(one)
-        self._last_node = num_nodes_made()
-        self.made_last = leaders  # keys of the optimizers of the last sample; others may still join it
-        self._stepped: frozenset[int] = frozenset()
-        self._under_way: tuple[int, OptimizerSteps] | None = None
-        self._num_stray = 0
-        self._spot_check = spot_check
-        self.has_found = False  # whether the spot check has found an unusual gradient
-
-    @property
-    def has_counted(self) -> bool:
-        """Whether any sample was counted."""
-        return self._clock.step > self._first_step
 
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step. Returns whether the rest goes on: the step is counted, or part of one."""
@@ -180,8 +146,8 @@ class Rest:
     def _finds(self, optimizer: Optimizer, *, at_clipping: bool) -> bool:
         check = self._spot_check
         if check is not None and at_clipping == check.at_clipping and check.is_due(self._clock.open_step):
-            self.has_found = check.finds(optimizer)
-        return self.has_found
+            self._has_found = check.finds(optimizer)
+        return self._has_found
 
     def ends(self, optimizer: Optimizer) -> bool:
         """An optimizer has stepped. Returns whether the rest is over."""
@@ -205,11 +171,6 @@ class Rest:
         is_next = key in self._stepped  # a second step: the leaders that are missing do not step this time
         stepped = frozenset([key]) if is_next else self._stepped | {key}
         is_complete = self._leaders <= stepped
-        self.made_last = self._leaders or stepped
+        self._made_last = self._leaders or stepped
         self._stepped = frozenset() if is_complete else stepped
         return is_next or is_complete
-
-    @property
-    def may_have_new_gradients(self) -> bool:
-        """Whether a forward, and so perhaps a backward, has run since the last counted step."""
-        return self._last_node != num_nodes_made()

@@ -30,7 +30,7 @@ from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
 from .probes import Probe
-from .rest import Rest, Resting
+from .rest import Rest
 from .scaling import SCALES
 from .schedule import RankPlans
 
@@ -60,7 +60,7 @@ class Sampler(Listener):
         self._timer = DeviceTimer()
         self._measurer = Measurer(parts, config.measured, self._timer)
         self._sample = OpenSample(parts, self._measurer)
-        self._resting = Resting(parts, self._sample)
+        self._rest = Rest(parts, self._sample)
         self.counter: Rest | None = None  # counts steps while the hooks are off
         self._inside_backward = False
         self._joining: int | None = None
@@ -78,7 +78,7 @@ class Sampler(Listener):
             self._schedule.ranks = RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0)
         if self.parts.probes.look_inside:
             self._hooks.tell_arrivals(())
-        self.parts.wiring.begins(self.parts.follow())
+        self.parts.follow()
         self._sample.begin()
         SCALES.subscribe(self)
         CLIP_FUNCTIONS.subscribe(self)
@@ -165,7 +165,7 @@ class Sampler(Listener):
     def end_counting(self, *, before_step_of: Optimizer | None = None) -> None:
         rest, self.counter = self.counter, None
         if rest is not None:
-            self._resting.end(rest, before_step_of)
+            rest.end(before_step_of)
 
     def counting_failed(self, error: Exception) -> None:
         self.boundary.fail(error)
@@ -253,9 +253,9 @@ class Sampler(Listener):
         self._sample.after_update(optimizer)
         self.parts.wiring.stepped(optimizer, key, self._clock.open_step)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
-        if not inside_backward and current_graph_task() == -1 and self._resting.is_worth_it():
+        if not inside_backward and current_graph_task() == -1 and self._rest.is_worth_it():
             self._commit(self._clock.close())  # as the next backward would
-            self.counter = self._resting.begin(optimizer)
+            self.counter = self._rest if self._rest.begin(optimizer) else None
 
     @contained
     def step_skipped(self, optimizer: Optimizer) -> None:
@@ -358,7 +358,7 @@ class Sampler(Listener):
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
             return
-        self._resting.sample_closed(closed.stepped, inside_backward=closed.inside_backward)
+        self._rest.sample_closed(closed.stepped, inside_backward=closed.inside_backward)
         if self._guard is not None:
             self._guard.end_step(closed.step)
         if self._schedule.is_sampled:

@@ -6,7 +6,7 @@ The faults: parameters that no optimizer holds, an optimizer that holds other te
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Final
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._runtime.autograd import Entry
 from .._runtime.notices import Notice, Notices
 from ..snapshot import keys
 from .gradient_versions import state_of, version_of
@@ -26,23 +25,17 @@ _STEPS: Final = 3  # number of steps of each optimizer that are checked
 _PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that raise an alert
 _PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
 _SCAN_EVERY: Final = 5  # samples between scans at least: experts may gain or lose gradients in every sample
-_SETTINGS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
-    (
-        "weight_decay",
+_GROWS: Final = "an optimizer's state that forgets nothing and grows with every step"
+# name -> whether a value breaks any training, the cause, and the remedy
+_SETTINGS: Final[dict[str, tuple[Callable[[Any], bool], str, str]]] = {
+    "weight_decay": (
         lambda decay: decay < 0,
         "a weight decay below 0, which makes parameters grow whatever their gradient",
         "set weight_decay to 0 or more",
     ),
-    *(
-        (
-            name,
-            lambda factor: factor >= 1,
-            "an optimizer's state that forgets nothing and grows with every step",
-            f"set {name} below 1, such as 0.9",
-        )
-        for name in ("momentum", "betas")
-    ),
-)
+    "momentum": (lambda factor: factor >= 1, _GROWS, "set momentum below 1, such as 0.9"),
+    "betas": (lambda factor: factor >= 1, _GROWS, "set betas below 1, such as 0.9"),
+}
 _WITNESSES: Final = 5  # number of an optimizer's smallest parameters whose gradients are checked for all
 
 
@@ -74,7 +67,8 @@ class Wiring:
         self._samples_since_scan = _SCAN_EVERY
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
-        self._versions_at_begin: dict[int, int] = {}  # slot -> version of the parameter when watch() was called
+        # slot -> version of the parameter when watch() was called
+        self._versions_at_begin = {slot: version_of(parameter) for slot, parameter in parameter_registry.scan()}
 
     def take(self) -> dict[str, Tensor]:
         """Return the facts found since the last call, by key, as 0-dim tensors on any device. Does not wait."""
@@ -98,7 +92,7 @@ class Wiring:
     def _look_at_settings(self, optimizer: Optimizer, step: int) -> None:
         """Alert about settings that break any training and that torch does not reject in `param_groups`."""
         for group in optimizer.param_groups:
-            for name, is_wrong, cause, remedy in _SETTINGS:
+            for name, (is_wrong, cause, remedy) in _SETTINGS.items():
                 values = group.get(name, 0.0)
                 several = values if isinstance(values, tuple | list) else [values]
                 if any(is_wrong(one) for one in several if isinstance(one, Real) and not isinstance(one, bool)):
@@ -175,10 +169,6 @@ class Wiring:
                 if self._unowned.get(slot) == version_of(parameter):
                     self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
             self._unowned = {}
-
-    def begins(self, entries: Iterable[Entry]) -> None:
-        """Record the versions of the parameters that are watched from now on."""
-        self._versions_at_begin = {slot: version_of(parameter) for slot, parameter in entries}
 
     def nothing_was_seen(self) -> None:
         """Send a message if parameters are written to although neither a step nor a gradient was seen."""

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from .._analysis.baseline import limit_of
 from .._analysis.memory import PerKind, Remembers
@@ -224,3 +225,24 @@ def raised_to_the_user() -> Iterator[None]:
         yield
     except Exception as error:
         raise CallbackError from error
+
+
+def honours_found_inf(optimizer: Optimizer) -> bool:
+    """Return whether this optimizer's step changes nothing at all if `optimizer.found_inf` is 1.
+
+    Only torch's own code is trusted: a subclass that does more in its step would still do it.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if type(optimizer).step not in (Adam.step, AdamW.step, SGD.step, Adagrad.step):
+        return False
+    return all(group.get("fused") and _has_state(optimizer, group) for group in optimizer.param_groups)
+
+
+def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether a group's state exists. A skipped first step would still create the state, and a fused SGD would
+    then use an uninitialised momentum buffer."""
+    if group.get("momentum") == 0:  # SGD without momentum has none
+        return True
+    states = (optimizer.state.get(parameter) for parameter in group["params"] if parameter.grad is not None)
+    return all(state and state.get("momentum_buffer", state) is not None for state in states)

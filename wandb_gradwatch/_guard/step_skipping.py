@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
@@ -32,7 +32,7 @@ from .._runtime.steps import STEP_HOOKS, Listener
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
-from .guard import Present, SkipGuard, raised_to_the_user
+from .guard import Present, SkipGuard, honours_found_inf, raised_to_the_user
 from .rank_consensus import FSDP1_REFUSED, FUNCTION_REFUSED, RankConsensus, is_sharded
 
 # N parameters of an optimizer
@@ -107,11 +107,10 @@ class StepSkipping(Listener):
         guard: SkipGuard,
         window: SampleBuffer,
         shards: Shards,
-        names: Sequence[str],  # of the watched parameters; the list grows
-        known: Callable[[], Names],  # current names and which are trainable; needed for a function of the user
+        known: Callable[[], Names],  # returns the current names, and which are trainable
         notices: Notices,
     ) -> None:
-        self._guard, self._window, self._names, self._known = guard, window, names, known
+        self._guard, self._window, self._known = guard, window, known
         self.replay: StepReplay | None = None  # runs a bad step again
         self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
         self._shards = shards
@@ -149,7 +148,7 @@ class StepSkipping(Listener):
         limit = math.inf if inside_backward else self._guard.norms.limit(*self._present(slots))
         sums = self._sums(slots, _home(entries), consensus)
         bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
-        if _honours_found_inf(optimizer):
+        if honours_found_inf(optimizer):
             self._decide_there(optimizer, slots, sums, bad_there, learns=not inside_backward)
         else:  # the only place where a guard makes the host wait
             values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
@@ -176,9 +175,10 @@ class StepSkipping(Listener):
             return self._consensuses.get(slots)
 
     def _present(self, slots: Sequence[int]) -> Present:
-        present_P = np.zeros(len(self._names), dtype=bool)
+        names = self._known().names
+        present_P = np.zeros(len(names), dtype=bool)
         present_P[list(slots)] = True
-        return tuple(self._names), present_P
+        return names, present_P
 
     def _peek(self, slots: Sequence[int], step: int) -> Snapshot:
         """Return the open sample with only these slots. Waits for the device."""
@@ -385,24 +385,3 @@ def _without_gradients(optimizer: Optimizer) -> _Stash:
     for parameter, _ in stash.gradients:
         parameter.grad = None
     return stash
-
-
-def _honours_found_inf(optimizer: Optimizer) -> bool:
-    """Return whether this optimizer's step changes nothing at all if `optimizer.found_inf` is 1.
-
-    Only torch's own code is trusted: a subclass that does more in its step would still do it.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if type(optimizer).step not in (Adam.step, AdamW.step, SGD.step, Adagrad.step):
-        return False
-    return all(group.get("fused") and _has_state(optimizer, group) for group in optimizer.param_groups)
-
-
-def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Return whether a group's state exists. A skipped first step would still create the state, and a fused SGD would
-    then use an uninitialised momentum buffer."""
-    if group.get("momentum") == 0:  # SGD without momentum has none
-        return True
-    states = (optimizer.state.get(parameter) for parameter in group["params"] if parameter.grad is not None)
-    return all(state and state.get("momentum_buffer", state) is not None for state in states)

@@ -99,11 +99,6 @@ class TrainingThread:
         return len(self._trained) > 1
 
     @property
-    def is_this(self) -> bool:
-        """Whether the calling thread is the training thread."""
-        return self._identity == threading.get_ident()
-
-    @property
     def is_another(self) -> bool:
         """Whether the training thread is alive and is not the calling thread."""
-        return not self.is_this and self._identity in sys._current_frames()
+        return self._identity != threading.get_ident() and self._identity in sys._current_frames()
