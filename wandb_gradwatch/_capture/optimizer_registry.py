@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry
+from .._runtime.steps import parameters_of
 from .._runtime.weak_ids import WeakKeyDictionary
 from .._transfer.transfers import Names
 from .clock import SampleClock
@@ -120,12 +121,7 @@ class OptimizerRegistry:
             slots = self.slots(optimizer)
             return [entry for entry in self._registry.scan() if entry[0] in slots]
         slot_of_id = self._registry.slot_of_id
-        return [
-            (slot, parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (slot := slot_of_id.get(id(parameter))) is not None
-        ]
+        return [(slot, p) for p in parameters_of(optimizer) if (slot := slot_of_id.get(id(p))) is not None]
 
     def masters(self, optimizer: Optimizer) -> list[Entry] | None:
         """Return the master weights of this optimizer by the slot of the parameter; None if it updates the parameters.
@@ -135,7 +131,7 @@ class OptimizerRegistry:
         """
         if self._appointed() is not optimizer:
             return None
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = parameters_of(optimizer)
         if all(id(one) in self._registry.slot_of_id for one in own) or all(one.grad is None for one in own):
             return None
         copies: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
@@ -214,4 +210,4 @@ def learning_rate_of(optimizer: Optimizer) -> float:
 
 
 def _ids(optimizer: Optimizer) -> list[int]:
-    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return list(map(id, parameters_of(optimizer)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from .._runtime.steps import Listener, Listeners
+from .._runtime.steps import Listener, Listeners, parameters_of
 from .._runtime.weak_ids import WeakKeyDictionary
 
 
@@ -63,7 +63,7 @@ class LossScales(Listeners):
         """Return the scaler of the optimizer that holds one of these ids of parameters; if none does, the last used."""
         if self.last_used is None:
             return None
-        held = ((one, id(p)) for one in self._known for group in one.param_groups for p in group["params"])
+        held = ((one, id(p)) for one in self._known for p in parameters_of(one))
         return self.scaler_of(next((one for one, number in held if number in parameters), None))
 
     def steps_of(self, optimizer: Optimizer) -> OptimizerSteps:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._runtime.notices import Notice, Notices
+from .._runtime.steps import parameters_of
 from ..snapshot import keys
 from .gradient_versions import state_of, version_of
 from .optimizer_registry import OptimizerRegistry
@@ -198,7 +199,7 @@ class Wiring:
 
         If the optimizer belongs to another model, the model's own steps before the next backward and no alert is sent.
         """
-        if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+        if all(parameter.grad is None for parameter in parameters_of(optimizer)):
             self._without_model = Notice(
                 "Optimizer without the model",
                 f"{type(optimizer).__name__} stepped, but none of its parameters belongs to the watched model, and "

@@ -28,7 +28,7 @@ from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, world_size
-from .._runtime.steps import STEP_HOOKS, Listener
+from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
@@ -229,9 +229,8 @@ class StepSkipping(Listener):
             RankConsensus(parameters).abstain()
 
     def _held_by(self, optimizer: Optimizer) -> dict[int, Tensor]:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         slot_of_id = self._slot_of_id or {}
-        return {slot: p for p in parameters if (slot := slot_of_id.get(id(p))) is not None}
+        return {slot: p for p in parameters_of(optimizer) if (slot := slot_of_id.get(id(p))) is not None}
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Restore the gradients and `found_inf` of this optimizer, or of all."""
@@ -380,8 +379,7 @@ def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
 
 def _without_gradients(optimizer: Optimizer) -> _Stash:
     """Set all gradients that this optimizer could use to None, including those of unwatched parameters."""
-    groups = optimizer.param_groups
-    stash = _Stash(optimizer, [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None])
+    stash = _Stash(optimizer, [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None])
     for parameter, _ in stash.gradients:
         parameter.grad = None
     return stash

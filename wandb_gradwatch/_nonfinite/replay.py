@@ -21,7 +21,7 @@ from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.outputs import tensors_of
 from .._runtime.sharding import local_part, rank, world_size
-from .._runtime.steps import STEP_HOOKS, Listener
+from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._runtime.wrappers import TransientHook, unwrapped
 from .search import search, unchanged
 from .trace import Finding
@@ -112,11 +112,11 @@ class StepReplay(Listener):
             return False
         models = [model for reference in self._models if (model := reference()) is not None]
         ours = {id(parameter) for model in models for parameter in model.parameters()}
-        return any(id(parameter) in ours for parameter in _stepped_by(optimizer))
+        return any(id(parameter) in ours for parameter in parameters_of(optimizer))
 
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         # Check local shards only: gathering whole parameters would wait for ranks that are not armed.
-        if all(bool(torch.isfinite(local_part(parameter.detach())).all()) for parameter in _stepped_by(optimizer)):
+        if all(bool(torch.isfinite(local_part(parameter.detach())).all()) for parameter in parameters_of(optimizer)):
             self._look_armed()
         self.forget()
 
@@ -203,10 +203,6 @@ class _InTraining(TransientHook):
             return
         if torch.is_grad_enabled() and module.training and not replay.is_running:
             self._method(module, args, last)
-
-
-def _stepped_by(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _run_again(forward: _Forward) -> Finding | None:

@@ -29,6 +29,11 @@ from .autograd import current_graph_task
 from .error_boundary import ADDED_FRAMES, dynamo_disabled
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer holds, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class StepCounter(Protocol):
     """Counts steps in place of a listener, with as few calls as possible."""
 
