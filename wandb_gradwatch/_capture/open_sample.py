@@ -29,14 +29,7 @@ class OpenSample:
         self._measurer = measurer
         self.boundary = parts.boundary
         self._being_unscaled = Inspection()
-        self._presumed: set[int] = set()  # slots marked only because a gradient is present, by no hook
-        # Slots whose gradients looked unmodified but were compared by value: at the step, and before torch's clipping.
-        self._compared: tuple[int, ...] = ()
-        self._compared_early: tuple[int, ...] = ()
-        self._unscaled: set[int] = set()  # slots whose gradients a scaler has divided
-        self._clipped: set[int] = set()  # slots whose gradients torch's functions clip or have clipped
-        self._received: set[int] = set()  # slots whose gradients after clipping are known, for an update by hand
-        self.by_torch = False  # whether one of torch's functions has clipped
+        self._forget_gradients()
         self.was_reset = False  # whether gradients of earlier backwards were reset without a step
         self._learning_rate = math.nan  # the largest among the optimizers that step in this sample
         # Facts about the loop, for spot checks: whether anything but torch's functions changes or assigns gradients, or
@@ -54,8 +47,14 @@ class OpenSample:
     def _forget_gradients(self) -> None:
         """Forget the gradients measured so far; what probes measured in the forward stays in the sample."""
         self._measurer.begin_sample()
-        self._compared, self._compared_early, self._presumed = (), (), set()
-        self._unscaled, self._clipped, self._received, self.by_torch = set(), set(), set(), False
+        self._presumed: set[int] = set()  # slots marked only because a gradient is present, by no hook
+        # Slots whose gradients looked unmodified but were compared by value: at the step, and before torch's clipping.
+        self._compared: tuple[int, ...] = ()
+        self._compared_early: tuple[int, ...] = ()
+        self._unscaled: set[int] = set()  # slots whose gradients a scaler has divided
+        self._clipped: set[int] = set()  # slots whose gradients torch's functions clip or have clipped
+        self._received: set[int] = set()  # slots whose gradients after clipping are known, for an update by hand
+        self.by_torch = False  # whether one of torch's functions has clipped
 
     def measure_present(self, entries: Iterable[Entry]) -> None:
         """Measure every gradient that is present, marked or not: hooks of swapped tensors may not have marked it."""
@@ -79,11 +78,6 @@ class OpenSample:
         marked = self._parts.clock.marked
         if unmarked := sorted([slot for slot, _ in entries if slot not in marked]):
             self._parts.window.drop_zero_rows(unmarked)
-
-    @contained
-    def measure_inside(self, slot: int, parameter: Tensor) -> None:
-        """Measure a parameter's gradient inside the backward, before other hooks use it."""
-        self.measure_present([(slot, parameter)])
 
     def _measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
         self._measurer.measure(present, scaled=scaled, received_by=received_by)

@@ -101,17 +101,19 @@ class Sampler(Listener):
         self.parts.probes.close()
 
     def _arrived(self, slot: int, parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        if self._by_hand.inside_backward and self.parts.is_measured:
-            self._sample.measure_inside(slot, parameter)
-        if self.parts.probes.look_inside and self._schedule.is_sampled and self.parts.shards.is_whole(parameter):
-            self._gradient_arrived(slot, parameter.grad)
+        if self.parts.is_measured and (self._by_hand.inside_backward or self.parts.probes.look_inside):
+            self._measure_inside(slot, parameter)
 
     @contained
-    def _gradient_arrived(self, slot: int, gradient: Tensor) -> None:
-        name = self.parts.registry.names[slot]
-        self.parts.probes.tell(Probe.gradient_arrived, name, gradient.detach())
+    def _measure_inside(self, slot: int, parameter: Tensor) -> None:
+        """Measure a parameter's gradient inside the backward, before other hooks use it."""
+        parts, gradient = self.parts, parameter.grad
+        if gradient is None:
+            return
+        if self._by_hand.inside_backward:
+            self._sample.measure_present([(slot, parameter)])
+        if parts.probes.look_inside and self._schedule.is_sampled and parts.shards.is_whole(parameter):
+            parts.probes.tell(Probe.gradient_arrived, parts.registry.names[slot], gradient.detach())
 
     @contained
     def _backward_begins(self, has_accumulated: bool) -> None:

@@ -90,16 +90,14 @@ class LossScales(Listeners):
             self.use(scaler)
         return original(scaler, *args, **kwargs)
 
-    def _unscale(
-        self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _unscale(self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> Any:
         if not scaler.is_enabled():
-            return original(scaler, optimizer, *args, **kwargs)
+            return original(scaler, optimizer)
         self._learn(scaler, optimizer)
         listeners = self._following(optimizer)
         for listener in listeners:
             listener.before_unscale(optimizer)
-        result = original(scaler, optimizer, *args, **kwargs)
+        result = original(scaler, optimizer)
         for listener in listeners:
             listener.after_unscale(optimizer)
         return result
