@@ -213,11 +213,7 @@ class BackwardHooks:
             self._armed.clear()
         self._armed.add(task)
         self._on_begin(has_accumulated)
-        _queue(partial(self._first_callback, task))
-
-    @dynamo_disabled
-    def _first_callback(self, task: int) -> None:
-        _queue(partial(self._last_callback, task))
+        _queue(partial(_queue, partial(self._last_callback, task)))
 
     @dynamo_disabled
     def _last_callback(self, task: int) -> None:
@@ -232,21 +228,16 @@ class BackwardHooks:
 
     def _carry_outward(self, checkpoint: Any) -> None:
         """Arm the outer backward too, in case it marks no parameter of its own."""
-        for following, _ in checkpoint.next_functions:
-            if following is not None:
-                _arm_once_at(following, self.arm)
-                return
+        following = next((node for node, _ in checkpoint.next_functions if node is not None), None)
+        handles: list[RemovableHandle] = []
 
+        def arm_once(_: Any) -> None:
+            if handles:
+                handles.pop().remove()
+                self.arm(current_graph_task())
 
-def _arm_once_at(node: Any, arm: Callable[[int], None]) -> None:
-    handles: list[RemovableHandle] = []
-
-    def prehook(_: Any) -> None:
-        if handles:
-            handles.pop().remove()
-            arm(current_graph_task())
-
-    handles.append(node.register_prehook(prehook))
+        if following is not None:
+            handles.append(following.register_prehook(arm_once))
 
 
 def _remove(hooks: _Hooks) -> None:
@@ -262,5 +253,6 @@ def _accumulates() -> bool:
         return False
 
 
+@dynamo_disabled
 def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -52,7 +52,7 @@ class ParameterRegistry:
         self.changes = 0  # changes whenever there may be a parameter to hook: a new or an unfrozen one
         # Of the last walk, to detect changes since: the modules in its order, [] if it cannot be relied on; the ids and
         # keys of their parameters and children; each watched slot with the place of its parameter among these.
-        self._modules: list[weakref.ref[nn.Module]] = []
+        self._walked: list[weakref.ref[nn.Module]] = []
         self._ids: list[int] = []
         self._keys: list[str] = []
         self._places: list[tuple[int, int]] = []
@@ -65,7 +65,7 @@ class ParameterRegistry:
         self.prefix = f"{prefix}."
         self._models = [(f"{prefix}.{own}", reference) for own, reference in self._models]
         self._watched, self.slot_of_name, self.names, self.trainable = {}, {}, [], []
-        self._modules = []
+        self._walked = []
         self.scan()
 
     def models(self) -> list[nn.Module]:
@@ -137,7 +137,7 @@ class ParameterRegistry:
         self._places = [(slot, place_of_id.get(id(parameter), -1)) for slot, parameter in entries]
         is_lost = len(self.models()) < len(self._models)
         is_lost |= any(place < 0 for _, place in self._places)  # another thread has replaced one meanwhile
-        self._modules = [] if is_lost else list(map(weakref.ref, modules))
+        self._walked = [] if is_lost else list(map(weakref.ref, modules))
         return entries
 
     def _unchanged(self) -> list[Entry] | None:
@@ -145,8 +145,8 @@ class ParameterRegistry:
 
         A freed parameter whose id was given to its replacement is no problem: name and slot are the same.
         """
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        if not modules or len(modules) < len(self._modules):
+        modules = [module for reference in self._walked if (module := reference()) is not None]
+        if not modules or len(modules) < len(self._walked):
             return None
         values, keys = _contents(modules)
         if list(map(id, values)) != self._ids or keys != self._keys:
