@@ -26,7 +26,7 @@ from .._runtime.error_boundary import CallbackError
 from .._runtime.notices import CannotWatchError
 from .._runtime.sharding import local_gradient, local_part
 from .parts import CaptureParts, MeasureOptions
-from .probes import WatchedTensor
+from .probes import Probe, WatchedTensor
 from .scaling import SCALES, scale_tensor
 
 _MAX_UNREAD: Final = 256  # pairs of events; a device with more is not timed until it has caught up
@@ -105,12 +105,13 @@ class Measurer:
         self._assumed_scaler.clear()
 
     def measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
-        """Measure gradients that are not clipped yet, and, if whole rows are read, their parameters.
+        """Measure gradients that are not clipped yet, and, if whole rows are read, their parameters; tell the probes.
 
         Args:
             scaled: the gradients are as the backward left them, multiplied by the loss scale if there is one.
             received_by: the gradients are as this optimizer is about to use them; `scaled` is ignored.
         """
+        still_scaled = scaled if received_by is None else getattr(received_by, "grad_scale", None) is not None
         scaled = scaled and received_by is None
         any_scaler = scaled and SCALES.scaler_of(None) is not None
         has_parameters = self._parts.rows_are_read
@@ -133,6 +134,8 @@ class Measurer:
             self._seen.remember(slots, held)
             if any_scaler:
                 self._assumed_scaler.update(dict.fromkeys(slots, scaler))
+        if self._parts.probes and self._parts.schedule.is_sampled:
+            self._parts.probes.tell(Probe.gradients_ready, self.watched(present, scaled=still_scaled))
 
     def _scale_of(self, scaler: GradScaler | None, device: torch.device) -> Tensor | None:
         return self.scale_by_hand(device) if scaler is None else scale_tensor(scaler)

@@ -60,7 +60,7 @@ class OpenSample:
         """Measure every gradient that is present, marked or not: hooks of swapped tensors may not have marked it."""
         present = [entry for entry in entries if entry[1].grad is not None]
         self._clipped, self._received, self.by_torch = set(), set(), False  # those were of an earlier backward
-        self._measure(present)
+        self._measurer.measure(present)
         self._drop_zeros_among(present)
 
     def measure_found(self, entries: Sequence[Entry]) -> None:
@@ -79,13 +79,6 @@ class OpenSample:
         if unmarked := sorted([slot for slot, _ in entries if slot not in marked]):
             self._parts.window.drop_zero_rows(unmarked)
 
-    def _measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
-        self._measurer.measure(present, scaled=scaled, received_by=received_by)
-        if self._parts.probes and self._parts.schedule.is_sampled:
-            if received_by is not None:
-                scaled = getattr(received_by, "grad_scale", None) is not None
-            self._parts.probes.tell(Probe.gradients_ready, self._measurer.watched(present, scaled=scaled))
-
     @contained
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Measure gradients that were modified since the backward: their values now are those before clipping."""
@@ -95,7 +88,7 @@ class OpenSample:
             return
         found = parts.seen.inspect(entries, inside_backward=False)
         if found.late:
-            self._measure(found.late)
+            self._measurer.measure(found.late)
         self.gradients_change |= bool(found.changed or found.unclear)
         compared = parts.schedule.compared(found.unchanged)  # a write through `.data` shows only in the values
         found.changed += compared
@@ -115,7 +108,7 @@ class OpenSample:
         still_scaled = [entry for entry in again if any_scaler and entry[0] not in self._unscaled]
         for some, scaled in ((true, False), (still_scaled, True)):
             if some:
-                self._measure(some, scaled=scaled)
+                self._measurer.measure(some, scaled=scaled)
                 self._measurer.note_precision(p.grad for _, p in some if p.grad is not None)
         self._drop_zeros_among(unclear)
 
@@ -167,7 +160,7 @@ class OpenSample:
         if found.gone and masters is None:
             self._drop(found)
         if found.late:
-            self._measure(found.late)
+            self._measurer.measure(found.late)
         if found.unclear:
             put_there, unclear = self._without_backward(found.unclear)
             if put_there:
@@ -175,7 +168,7 @@ class OpenSample:
             if unclear:
                 self._measure_unclear(unclear, optimizer)
         if replaced := self._take_replaced(found):
-            self._measure(replaced, received_by=optimizer)
+            self._measurer.measure(replaced, received_by=optimizer)
         modified = found.changed
         if masters is not None:
             slots = parts.optimizers.slots(optimizer).intersection(self._parts.seen.slots)
@@ -247,7 +240,7 @@ class OpenSample:
         slots = [slot for slot, _ in entries]
         all_entries = parts.follow()
         self.mark_present(entries if parts.clock.backwards else all_entries)  # for all optimizers to come
-        self._measure(entries, received_by=optimizer)
+        self._measurer.measure(entries, received_by=optimizer)
         parts.window.drop_zero_rows(sorted(slots))  # zeros that zero_grad() has left are no gradients
         parts.notices.say(
             "gradient without a backward",
@@ -301,12 +294,12 @@ class OpenSample:
         """Measure what was not measured before a scaler divides this optimizer's gradients in place."""
         found = self._parts.seen.inspect(self._parts.optimizers.entries(optimizer), inside_backward=False)
         if found.late:
-            self._measure(found.late)
+            self._measurer.measure(found.late)
         if found.unclear and (put_there := self._without_backward(found.unclear)[0]):
             self._measure_put_there(put_there, None)
             found.late += put_there
         if replaced := self._take_replaced(found):
-            self._measure(replaced)
+            self._measurer.measure(replaced)
             found.late += replaced
         self._being_unscaled = found
 
