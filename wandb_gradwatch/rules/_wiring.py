@@ -267,13 +267,14 @@ def _is_nothing(rate: float, norm: float, sample: Overview, update: Update, *, i
     weights = math.sqrt(sample.sums[Column.PARAM_SUM_SQ])
     longest = rate * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
     is_short, is_coarse = rate * norm < _NOTHING * weights, longest < _BFLOAT16 * weights
-    if longest < _NOTHING * weights or not (is_first and (is_short or is_coarse)):
+    large_P = sample.rows[:, Column.NUM_ELEMENTS] >= MIN_WEIGHTS  # rounding may double the change of a few elements
+    if longest < _NOTHING * weights or not (is_first and (is_short or is_coarse) and np.count_nonzero(large_P)):
         return longest < _NOTHING * weights
     moved_P, norm_P = np.abs(np.sqrt(update.after) - np.sqrt(update.before)), np.sqrt(update.after)
-    if is_short and (moved_P <= rate * np.sqrt(sample.rows[:, Column.GRAD_SUM_SQ]) + _EXACT * norm_P).all():
+    descends_P = moved_P <= rate * np.sqrt(sample.rows[:, Column.GRAD_SUM_SQ]) + _EXACT * norm_P
+    if is_short and descends_P[large_P].all():
         return True
-    still_P = (moved_P <= _OF_RATE * rate)[sample.rows[:, Column.NUM_ELEMENTS] >= MIN_WEIGHTS]
-    is_still = is_coarse and still_P.size > 0 and bool(still_P.all())
+    is_still = is_coarse and bool((moved_P <= _OF_RATE * rate)[large_P].all())
     return is_still and bool(are_half_precision(sample.rows, lost_bits=16).all())
 
 
@@ -282,7 +283,7 @@ _LONG: Final = 0.1  # share of the steps so far
 _NOTHING: Final = 1e-6  # share of the parameters' norm: a hundred thousand such updates move them by a tenth at most
 _BFLOAT16: Final = 2.0**-12  # share of the parameters' norm: an eighth of what changes a typical element
 _OF_RATE: Final = 0.1  # share of the rate; updates that arrive change a norm by about the rate, or more
-_EXACT: Final = 1e-9  # relative error of a norm
+_EXACT: Final = 1e-8  # relative error of a norm of 64 float32 elements or more, each of which is rounded by 2^-24
 _LOST: Final = 1e-3  # share of the implied update: a healthy training moves some parameter by 0.03
 # Share of the largest norm so far, below which a training may have converged: L-BFGS stops at 1e-5 or less.
 _CONVERGED: Final = 1e-3
