@@ -358,7 +358,7 @@ def test_the_end_gives_the_run_back_as_it_was() -> None:
 def test_a_last_flush_is_asked_for_before_the_end() -> None:
     run = ModelRunWithLog()
     row_scheduler = RowScheduler(run)
-    row_scheduler.before_end(lambda: row_scheduler.put("watcher", OwnRow([7])))
+    row_scheduler.before_end("watcher", lambda: row_scheduler.put("watcher", OwnRow([7])))
     run.log({"loss": 0})
     run.finish()
     assert run.core.rows == [(0, {"loss": 0}), (1, {"own": "7"})]
@@ -368,7 +368,7 @@ def test_a_last_flush_that_fails_does_not_take_the_waiting_rows_with_it(said: An
     run = ModelRunWithLog()
     row_scheduler = RowScheduler(run)
     row_scheduler.put("watcher", OwnRow([0]))
-    row_scheduler.before_end(lambda: 1 / 0)
+    row_scheduler.before_end("watcher", lambda: 1 / 0)
     run.finish()
     assert run.core.rows == [(0, {"own": "0"})]
     assert said() == ["wandb_gradwatch: the last gradients were not all logged to W&B."]
@@ -376,8 +376,9 @@ def test_a_last_flush_that_fails_does_not_take_the_waiting_rows_with_it(said: An
 
 def test_a_last_flush_that_was_taken_back_is_not_called() -> None:
     run = ModelRunWithLog()
-    forget = RowScheduler(run).before_end(lambda: pytest.fail("called"))
-    forget()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.before_end("watcher", lambda: pytest.fail("called"))
+    row_scheduler.forget("watcher")
     run.finish()
 
 

@@ -19,7 +19,7 @@ from user_programs import OwnRow
 
 run = wandb.init(project="loopback")
 placement = row_scheduler_of(run)
-placement.before_end(lambda: placement.put("watcher", OwnRow([4])))
+placement.before_end("watcher", lambda: placement.put("watcher", OwnRow([4])))
 for number in range(4):
     placement.put("watcher", OwnRow([number]))
 run.log({"loss": 0})

@@ -29,6 +29,7 @@ no answer, and whatever needs one is left for later: the rows stay queued.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import threading
@@ -106,7 +107,7 @@ class RowScheduler:
         # Held from reading the open row's state to the end of the log call. Re-entrant, because a signal handler can
         # log or finish the run at any point in this code.
         self._log_lock = threading.RLock()
-        self._before_end: list[Callable[[], object]] = []
+        self._before_end: dict[object, list[Callable[[], object]]] = {}  # by owner
         self._forget_exit: Callable[[], None] = lambda: None
         self._is_placing = False  # whether the next part is being logged
         self._calls_at_last_put = -1
@@ -144,15 +145,13 @@ class RowScheduler:
             self._log_where_nothing_of_ours_is()
         self._calls_at_last_put = self.num_user_calls
 
-    def before_end(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Register a callback for once before the run ends, when `put` still works; returns a function to remove it."""
-        self._before_end.append(callback)
+    def before_end(self, owner: object, callback: Callable[[], object]) -> None:
+        """Register a callback for once before the run ends, when `put` still works."""
+        self._before_end.setdefault(owner, []).append(callback)
 
-        def forget() -> None:
-            if callback in self._before_end:
-                self._before_end.remove(callback)
-
-        return forget
+    def forget(self, owner: object) -> None:
+        """Remove the callbacks of an owner; its queued rows are still logged."""
+        self._before_end.pop(owner, None)
 
     def _place(self, *, step: int | None = None, commit: bool = False) -> None:
         """Log the next part, if there is one.
@@ -318,8 +317,8 @@ class RowScheduler:
         """Log all queued rows and restore the run's log method. Idempotent; never raises."""
         if self.ended:
             return
-        callbacks, self._before_end = self._before_end, []
-        for log in (*callbacks, self._log_all):
+        callbacks, self._before_end = self._before_end, {}
+        for log in (*itertools.chain(*callbacks.values()), self._log_all):
             try:
                 log()
             except Exception:

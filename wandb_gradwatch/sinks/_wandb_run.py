@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from ..rules import Alert
@@ -101,8 +102,6 @@ class WandbSink(Sink):
         self._said: set[str] = set()
         self._defined: set[str] = set()
         self._told_names: list[str] = []
-        self._kept_table: TableRow | None = None
-        self._forget: list[Callable[[], None]] = []
         self._row_scheduler: RowScheduler | None = None
         if not run.disabled:
             self._row_scheduler = row_scheduler_of(run)
@@ -125,7 +124,7 @@ class WandbSink(Sink):
     def before_run_ends(self, callback: Callable[[], object]) -> None:
         """Register a callback: unless the sink is closed, it is called once before the run ends, for a last `write`."""
         if self._row_scheduler is not None:
-            self._forget.append(self._row_scheduler.before_end(callback))
+            self._row_scheduler.before_end(self, callback)
 
     def write(self, snapshot: Snapshot) -> None:
         """Queue a snapshot's row; it is logged as soon as that leaves the user's rows as they are."""
@@ -163,17 +162,12 @@ class WandbSink(Sink):
         row_scheduler = self._live_scheduler()
         if row_scheduler is None or not rows:
             return
-        table = TableRow(columns, rows)
+        put = partial(row_scheduler.put, object(), TableRow(columns, rows))  # a unique owner: a table is never merged
         if self._run.offline:
-            row_scheduler.put(object(), table, commit=self._commit)  # a unique owner, so the table is never merged
-            return
-        if self._kept_table is None:
-            row_scheduler.before_end(self._put_kept_table)
-        self._kept_table = table
-
-    def _put_kept_table(self) -> None:
-        if self._row_scheduler is not None and self._kept_table is not None:
-            self._row_scheduler.put(object(), self._kept_table)
+            put(commit=self._commit)
+        else:
+            row_scheduler.forget((self, "table"))
+            row_scheduler.before_end((self, "table"), put)
 
     def alert(self, alert: Alert) -> None:
         """Send an alert at once; W&B forwards it to Slack or e-mail if the user has switched that on."""
@@ -183,8 +177,8 @@ class WandbSink(Sink):
 
     def close(self) -> None:
         """Stop writing. Queued rows are still logged before the run ends. The run itself continues."""
-        for forget in self._forget:
-            forget()
+        if self._row_scheduler is not None:
+            self._row_scheduler.forget(self)
         self._row_scheduler = None
 
     def _live_scheduler(self) -> RowScheduler | None:
