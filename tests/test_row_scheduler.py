@@ -61,6 +61,10 @@ def play(run: Any, program: list[Any], max_waiting: int = 64) -> None:
     run.finish()
 
 
+def own_logged(run: Any) -> list[int]:
+    return split_rows([*run.core.rows, (run.core.cur, run.core.open or {})])[1]
+
+
 def own_numbers(program: list[Any]) -> list[int]:
     return [action[1] for action in program if action[0] == "own"]
 
@@ -253,7 +257,7 @@ def test_a_run_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
 def test_the_training_does_not_wait_for_a_process_of_wandb_that_hangs(
     run_class: Any, from_event_files: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread of the user asks for the step, and as soon as the process goes on, so does the placing of rows."""
+    """No thread of the user asks for the step, and no row is logged until the process goes on; then all are."""
     monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler._syncs_tensorboard", lambda: from_event_files)
     goes_on, asked_in = threading.Event(), set()
     goes_on.set()
@@ -271,18 +275,21 @@ def test_the_training_does_not_wait_for_a_process_of_wandb_that_hangs(
         patch.setattr("wandb_gradwatch.sinks._row_scheduler.PATIENCE", 0.0)
         for number in range(6):
             goes_on.clear() if number in (1, 4) else goes_on.set()
-            row_scheduler.put("watcher", OwnRow([number]))
+            row_scheduler.put("watcher", OwnRow([2 * number]))
+            row_scheduler.put("watcher", OwnRow([2 * number + 1]))
             if from_event_files:
                 run.core.log({"loss": number})
-            else:
-                run.log({"loss": number}, step=3 * number)
+                continue
+            logged = len(own_logged(run))
+            run.log({"loss": number}, step=3 * number)
+            assert goes_on.is_set() or len(own_logged(run)) == logged
     goes_on.set()
     row_scheduler._look_at_step(waits=True)
-    row_scheduler.put("watcher", OwnRow([6]))
+    row_scheduler.put("watcher", OwnRow([12]))
     run.finish()
     user, own = split_rows(run.core.rows)
     assert [data["loss"] for _, data in user] == list(range(6))
-    assert set(own) == set(range(7))
+    assert set(own) == set(range(13))
     assert threading.main_thread() not in asked_in
 
 

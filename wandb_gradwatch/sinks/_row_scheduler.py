@@ -23,7 +23,7 @@ the open row's on.
 The open row is known in two ways. A mirror of W&B's rule follows `run._log`, through which every log call of the
 process passes. `run.step` queries W&B itself: it corrects the mirror where an error would lose a row (the mirror does
 not see other processes that log), and replaces the mirror if `_log` does not exist. Where W&B's process hangs, there is
-no answer, and whatever needs one is left for later: the rows stay queued.
+no answer, and the rows stay queued: what we log would fill the socket that the user's own calls need.
 """
 
 from __future__ import annotations
@@ -127,6 +127,11 @@ class RowScheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether W&B's process has not answered the last query, so that it probably hangs."""
+        return self._answer is not None and not self._answer.done()
+
     def put(self, owner: object, row: Row, *, commit: bool = False) -> None:
         """Queue a row. It is logged as soon as the user's rows stay as they are, at the latest when the run ends.
 
@@ -225,7 +230,7 @@ class RowScheduler:
             heeded_step = _step_for_wandb(step)
             closes = heeded_step is None if commit is None else bool(commit)
             dropped = heeded_step is not None and heeded_step < self._open.step
-            if self._waiting and not dropped:
+            if self._waiting and not dropped and not self.is_unanswered:
                 self._guarded(self._place_before, data, heeded_step, closes)
             self._log(data, step=step, commit=commit, **more)
             if not dropped:
@@ -255,7 +260,7 @@ class RowScheduler:
         opened = self._open.is_left_by(step) and not closes
         self._open.note_call(step, closes)
         self._open.timestamp = None if closes else data.get("_timestamp")
-        if opened:
+        if opened and not self.is_unanswered:
             self._place()
 
     def _look_at_step(self, *, waits: bool = False) -> bool:
@@ -271,7 +276,7 @@ class RowScheduler:
         """
         if not self._asks_step:
             return True
-        if self._answer is not None and not self._answer.done():
+        if self.is_unanswered:
             return False
         answer = self._answer = Future()
         try:
