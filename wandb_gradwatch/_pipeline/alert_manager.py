@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -66,10 +66,9 @@ class AlertManager:
         max_per_hour: int = 5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rules = [as_rule(candidate) for candidate in rules]
+        self._rules = _by_key(map(as_rule, rules))
         self.last_findings: list[Alert] = []  # all findings of the newest sample, sent or not
-        self._keys = _keys_of(self.rules)
-        self._everyday = [kept for kept in self.rules if not getattr(kept, "is_for_rare_samples", False)]
+        self._everyday = [kept for kept in self._rules.values() if not getattr(kept, "is_for_rare_samples", False)]
         self._rearm_samples, self._max_per_hour = rearm_samples, max_per_hour
         self._clock = clock
         self._episodes: dict[str, _Episode] = {}
@@ -80,13 +79,11 @@ class AlertManager:
         return all(finding.level != "ERROR" for finding in self.last_findings)
 
     def process(self, snapshot: Snapshot) -> list[Alert]:
-        """Run the rules on new samples.
+        """Run the rules on at least one new sample.
 
         Returns:
             The alerts to send now, in the order of their samples.
         """
-        if not len(snapshot):
-            return []
         findings = self._find(snapshot)
         if not findings and not self._episodes:  # the usual case: nothing to decide for any sample
             self.last_findings = []
@@ -104,19 +101,15 @@ class AlertManager:
 
     def _find(self, snapshot: Snapshot) -> list[Alert]:
         findings: list[Alert] = []
-        for candidate in tuple(self._everyday if is_ordinary(snapshot) else self.rules):
+        for candidate in tuple(self._everyday if is_ordinary(snapshot) else self._rules.values()):
             try:
                 findings += list(candidate.check(snapshot))
             except Exception as error:  # an error in a rule must not reach the training loop
                 raise_interruption(error)
                 _LOGGER.exception("the rule %r raised and is dropped; the others go on", candidate)
-                self._drop(candidate)
+                self._rules = {key: kept for key, kept in self._rules.items() if kept is not candidate}
+                self._everyday = [kept for kept in self._everyday if kept is not candidate]
         return findings
-
-    def _drop(self, candidate: Rule) -> None:
-        place = next(index for index, kept in enumerate(self.rules) if kept is candidate)
-        del self.rules[place], self._keys[place]
-        self._everyday = [kept for kept in self._everyday if kept is not candidate]
 
     def _decide(self, step: int) -> list[Alert]:
         """Return the alerts to send for the sample with the findings `last_findings`."""
@@ -168,13 +161,13 @@ class AlertManager:
         """The state as plain Python values; rules are keyed by class and title, so that their order may change."""
         now = self._clock()
         return {
-            "rules": {key: dict(kept.state_dict()) for key, kept in zip(self._keys, self.rules, strict=True)},
+            "rules": {key: dict(kept.state_dict()) for key, kept in self._rules.items()},
             "episodes": {title: episode.state_dict(now) for title, episode in self._episodes.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state. A rule that is new, or whose state does not fit, starts without saved state."""
-        for key, kept in zip(self._keys, self.rules, strict=True):
+        for key, kept in self._rules.items():
             if key in state["rules"]:
                 try:
                     kept.load_state_dict(state["rules"][key])
@@ -187,10 +180,10 @@ class AlertManager:
         }
 
 
-def _keys_of(rules: Sequence[Rule]) -> list[str]:
-    """A key for each rule that does not depend on the order: class and title, and a number if both repeat."""
-    keys: list[str] = []
+def _by_key(rules: Iterable[Rule]) -> dict[str, Rule]:
+    """The rules by keys that do not depend on their order: class and title, and a number if both repeat."""
+    by_key: dict[str, Rule] = {}
     for kept in rules:
         key = f"{type(kept).__name__}: {getattr(kept, 'title', '')}"
-        keys.append(key if key not in keys else f"{key} #{sum(k.startswith(key) for k in keys) + 1}")
-    return keys
+        by_key[key if key not in by_key else f"{key} #{sum(k.startswith(key) for k in by_key) + 1}"] = kept
+    return by_key

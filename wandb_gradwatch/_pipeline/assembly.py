@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +19,23 @@ from ..snapshot import Snapshot, keys
 # S samples in the window, P watched parameters
 
 Number = TypeVar("Number", np.float64, np.int64)
+NO_HISTOGRAM: Final = ArrivedFlush(None, ())
 
 
 def snapshot_of(
-    samples: Sequence[ArrivedSample], known: Names, flush: ArrivedFlush | None = None, overhead_ratio: float = math.nan
+    samples: Sequence[ArrivedSample],
+    known: Names,
+    flush: ArrivedFlush = NO_HISTOGRAM,
+    overhead_ratio: float = math.nan,
 ) -> Snapshot:
     """The snapshot of at least one sample, with these names. Names that a sample lacks are missing (NaN)."""
     num_names = len(known.names)
-    histogram = None
-    if flush is not None and flush.histogram is not None:
-        histogram = padded(flush.histogram, num_names, fill=0)
     return Snapshot(
         steps=np.array([one.sample.step for one in samples], dtype=np.int64),
         names=known.names,
         rows=np.array([padded(one.rows, num_names) for one in samples]),
-        histogram=histogram,
-        histogram_steps=flush.histogram_steps if flush is not None else (),
+        histogram=None if flush.histogram is None else padded(flush.histogram, num_names, fill=0),
+        histogram_steps=flush.histogram_steps,
         loss_scale=np.array([one.loss_scale for one in samples]),
         skipped=np.array([one.skipped for one in samples]),
         trainable=np.array(known.trainable, dtype=bool),

@@ -20,7 +20,7 @@ from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import world_size
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import Snapshot, keys
-from .assembly import padded, snapshot_of, with_totals
+from .assembly import NO_HISTOGRAM, padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
 from .rank_merge import RankMerger, RankWindow
 from .rank_parts import RankParts, WholeModel
@@ -127,9 +127,11 @@ class Pipeline:
             arrived = self._arrived.popleft()
             attempt(self._take if isinstance(arrived, ArrivedSample) else self._end_window, arrived)
         if self._reducer is not None:
-            # No other rank will merge these windows. Without shards they are complete but for comparisons of ranks.
-            unmerged = self._reducer.give_back() if wait and not (self._merges or self._shards.any) else []
-            for merged in [*self._reducer.poll(wait=wait and self._merges), *unmerged]:
+            windows = self._reducer.poll(wait=wait and self._merges)
+            if wait and not (self._merges or self._shards.any):
+                # No other rank will merge these windows. Without shards they are complete but for comparisons of ranks.
+                windows += self._reducer.give_back()
+            for merged in windows:
                 samples = [self._derived(sample) for sample in merged.samples]
                 attempt(self._write, samples, merged.flush, merged.overhead_ratio, samples)
         if raised:
@@ -266,7 +268,7 @@ class Pipeline:
         """After an error of the monitor, write the open window without its histogram, unless the model is sharded."""
         if self.window and not self._shards.any:
             samples, self.window = self.window, []
-            self._write(samples, ArrivedFlush(None, ()), self._overhead_ratio())
+            self._write(samples, NO_HISTOGRAM, self._overhead_ratio())
 
     def close(self) -> None:
         """End the thread of the merge over ranks. Idempotent."""

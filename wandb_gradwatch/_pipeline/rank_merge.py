@@ -14,6 +14,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
@@ -60,16 +62,17 @@ class RankWindow:
     has_shards: bool = True  # True: ranks hold different gradients, so an alert can name a rank
 
 
+_Submitted = tuple[RankWindow, Future[RankWindow]]  # a window, and the same window after the merge
+
+
 class RankMerger:
     """Merges windows in order, in a thread. The name, equal on every rank, identifies the messages of this merger."""
 
     def __init__(self, name: str) -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._wait = WAIT * max(1, self._world // _RANKS_MET_IN_WAIT)
-        self._todo: queue.SimpleQueue[RankWindow | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[RankWindow] = queue.SimpleQueue()
-        self._under_way: deque[RankWindow] = deque()
-        self._progress = threading.Condition()
+        self._todo: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
+        self._under_way: deque[_Submitted] = deque()
         self._thread: threading.Thread | None = None
         self._group_size = GROUP
         self._store = rank_store(f"{name}/merge")  # here: the user may destroy the default group before the first flush
@@ -80,25 +83,23 @@ class RankMerger:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gradwatch-reducer", daemon=True)
             self._thread.start()
-        with self._progress:
-            self._under_way.append(window)
-        self._todo.put(window)
+        submitted = (window, Future[RankWindow]())
+        self._under_way.append(submitted)
+        self._todo.put(submitted)
 
     def poll(self, *, wait: bool = False) -> list[RankWindow]:
         """Return the windows merged since the last poll, in order; `wait` waits a limited time for the others."""
         if wait:
-            with self._progress:
-                self._progress.wait_for(lambda: not self._under_way, self._wait.total_seconds() + _CLOSING_WAIT)
-        merged = []
-        while not self._done.empty():
-            merged.append(self._done.get())
-        return merged
+            futures.wait([merged for _, merged in self._under_way], self._wait.total_seconds() + _CLOSING_WAIT)
+        arrived = []
+        while self._under_way and self._under_way[0][1].done():
+            arrived.append(self._under_way.popleft()[1].result())
+        return arrived
 
     def give_back(self) -> list[RankWindow]:
         """Return the windows that are not merged, as they were submitted. `poll` does not return them later."""
-        with self._progress:
-            windows, self._under_way = list(self._under_way), deque()
-        return windows
+        submitted, self._under_way = self._under_way, deque()
+        return [window for window, _ in submitted]
 
     def close(self) -> None:
         """End the thread after its last window. Idempotent.
@@ -113,7 +114,8 @@ class RankMerger:
 
     def _run(self) -> None:
         tree: RankTree | None = None
-        while (window := self._todo.get()) is not None:
+        while (submitted := self._todo.get()) is not None:
+            window, future = submitted
             merged = window
             if not self.given_up:
                 try:
@@ -122,11 +124,7 @@ class RankMerger:
                 except Exception as error:
                     tree = None  # closes the connections, which ends the wait of other ranks for this one
                     self._give_up(error)
-            with self._progress:
-                if self._under_way:  # otherwise give_back() has returned the window
-                    self._under_way.popleft()
-                    self._done.put(merged)
-                self._progress.notify_all()
+            future.set_result(merged)
 
     def _meet(self) -> RankTree:
         clone = getattr(self._store, "clone", None)  # torch >= 2.6: waiting on a clone does not block the store

@@ -75,10 +75,9 @@ class WebhookSink(Sink):
 
     def close(self) -> None:
         """Wait a bounded time for queued alerts to be sent. Idempotent."""
-        if self._closed or self._thread is None:
-            self._closed = True
+        was_closed, self._closed = self._closed, True
+        if was_closed or self._thread is None:
             return
-        self._closed = True
         with suppress(queue.Full):  # a full queue means that the thread is alive, which the warning below reports
             self._waiting.put(_STOP, timeout=_TIMEOUT)
             self._thread.join(_TIMEOUT)
