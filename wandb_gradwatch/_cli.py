@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -150,37 +152,47 @@ def diff(context: click.Context, first: Path, second: Path, json: bool) -> None:
     context.exit(run_diff(first, second, json=json))
 
 
-def _previewed(command: Any) -> Any:
-    """Add the options of a command that can write a preview."""
+def _previewed(command: Callable[..., str]) -> Any:
+    """Add the options of a command that can write a preview, and print the URL that the command returns."""
+
+    @wraps(command)
+    def print_url(*, previews: bool, output: Path | None, json: bool, **options: Any) -> None:
+        if output is not None and not previews:
+            raise click.UsageError(
+                "--output is where --dry-run writes the preview; add --dry-run, or leave out --output"
+            )
+        url = command(previews=previews, output=output, **options)
+        if json:
+            as_json({"url": url})
+        else:
+            click.echo(url)
+
     source = "The run's files on this machine, whose alerts go into the report.  [default: wandb/*-RUN here]"
+    with_options: Any = print_url
     for option in (
         _json,
         click.option("--output", type=_PATH, metavar="FILE", help="File for the preview."),
         click.option("--dry-run", "previews", is_flag=True, help="Write a preview page; send nothing."),
         click.option("--from", "path", type=_PATH, metavar="PATH", help=source),
     ):
-        command = option(command)
-    return command
+        with_options = option(with_options)
+    return with_options
 
 
 @main.command(epilog=_examples("report", "my-team/my-project", "my-team/my-project/abcd1234 --dry-run"))
 @click.argument("target", metavar="ENTITY/PROJECT[/RUN]", callback=_target)
 @_previewed
-def report(
-    target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None, json: bool
-) -> None:
+def report(target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None) -> str:
     """Create a W&B report about the gradients of a project or of one run. Running it again updates the report.
 
     W&B reports cannot show alerts, so the alerts are copied from the run's files on this machine.
     """
     from ._report.report import create_report, run_on_disk, write_preview
 
-    _check_output(output, previews)
     history = run_on_disk(target[2], path)
     if previews:
-        _say_url(write_preview(*target, history=history, output=output).as_uri(), json)
-    else:
-        _say_url(create_report(*target, alerts=() if history is None else history.alerts), json)
+        return write_preview(*target, history=history, output=output).as_uri()
+    return create_report(*target, alerts=() if history is None else history.alerts)
 
 
 @main.command(
@@ -188,33 +200,16 @@ def report(
 )
 @click.argument("target", metavar="ENTITY/PROJECT", callback=_target)
 @_previewed
-def workspace(
-    target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None, json: bool
-) -> None:
+def workspace(target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None) -> str:
     """Save a W&B workspace view with the panels of the gradients. Running it again updates the view."""
     from ._report.report import run_on_disk, save_workspace, write_workspace_preview
 
     entity, project, run = target
     if run is not None:
         raise click.BadParameter(f"a workspace belongs to a project, not to a run: {entity}/{project}")
-    _check_output(output, previews)
     if previews:
-        preview = write_workspace_preview(entity, project, history=run_on_disk(None, path), output=output)
-        _say_url(preview.as_uri(), json)
-    else:
-        _say_url(save_workspace(entity, project), json)
-
-
-def _check_output(output: Path | None, previews: bool) -> None:
-    if output is not None and not previews:
-        raise click.UsageError("--output is where --dry-run writes the preview; add --dry-run, or leave out --output")
-
-
-def _say_url(url: str, json: bool) -> None:
-    if json:
-        as_json({"url": url})
-    else:
-        click.echo(url)
+        return write_workspace_preview(entity, project, history=run_on_disk(None, path), output=output).as_uri()
+    return save_workspace(entity, project)
 
 
 @main.command(epilog=_examples("doctor", "", "--parameters 125M", "--no-measure --json"))

@@ -7,7 +7,6 @@ and needs no W&B account.
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 import sys
 import sysconfig
@@ -28,6 +27,7 @@ from ._output import alert_title, pairs, paragraph, title
 from ._page.history import RunHistory
 from ._page.page import write_page
 from ._page.read import read_finished_run
+from ._pipeline.dispatcher import near
 from ._summary import Summary
 from ._watch import watch
 from .rules import Alert
@@ -226,14 +226,8 @@ def _say_what_was_logged(training: Training, history: RunHistory) -> None:
 
 def _say_where_to_look(run_folder: Path, page: Path, online: bool) -> None:
     title("Where to look at the run")
-    folder = _short(run_folder)
-    command = "wandb" if shutil.which("wandb") else _short(Path(sys.executable).parent / "wandb")
-    looks = [("a page", _short(page)), ("a terminal", f"{command} leet {folder}")]
+    folder = near(run_folder)
+    command = "wandb" if shutil.which("wandb") else near(Path(sys.executable).parent / "wandb")
+    looks = [("a page", str(near(page))), ("a terminal", f"{command} leet {folder}")]
     looks.append(("on W&B", "the project " + PROJECT if online else f"{command} sync {folder}"))
     pairs(looks)
-
-
-def _short(path: Path) -> str:
-    """Return the path relative to the current directory if it lies below, otherwise unchanged."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith(os.pardir) else relative

@@ -144,7 +144,7 @@ class Dispatcher:
         others = f", the first at step {first.step}" if self._num_alerts > 1 else f" at step {first.step}"
         ending = f"{self._num_alerts} alert{'s' if self._num_alerts > 1 else ''}{others}: {first.title}."
         for files in self._directories():  # the run's `files` folder; `view` reads its parent
-            return f"{ending} To see the page of the run: wandb-gradwatch view {shlex.quote(str(_near(files.parent)))}"
+            return f"{ending} To see the page of the run: wandb-gradwatch view {shlex.quote(str(near(files.parent)))}"
         return ending
 
     def _directories(self) -> list[Path]:
@@ -169,6 +169,6 @@ class Dispatcher:
                     )
 
 
-def _near(path: Path) -> Path:
+def near(path: Path) -> Path:
     """The path relative to the working directory, if it is inside of that directory."""
     return path.relative_to(os.getcwd()) if path.is_relative_to(os.getcwd()) else path

@@ -3,6 +3,9 @@
 Rows are mergeable: sums are all-reduced as sums, extremes as maxima (a minimum is a negated maximum), in fixed
 positions. The training loop never waits, because a separate thread communicates over separate process groups
 (`rank_tree.py`), independent of the user's collectives. If a rank never takes part, merging stops with one message.
+
+The probes' sums are merged too. For every sample and kind of sums there is an array [P, K + 1]: the sums of each
+parameter, and a 1 from each rank that has them. Sums that belong to no parameter are a kind with one row.
 """
 
 from __future__ import annotations
@@ -13,26 +16,25 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
-from .._measure.probe_values import merge_histograms
+from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_BINS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
+from .._measure.probe_values import ArrivedSums, Meaning, MetricHistogram, merge_histograms
 from .._runtime.sharding import rank_store
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import keys
-from . import probe_merge
 from .rank_tree import GROUP, RankTree
 
-# S samples in the window, P watched parameters, C columns, B histogram bins, R ranks
+# S samples in the window, P watched parameters, C columns, B histogram bins, K sums of a kind, R ranks
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -47,6 +49,9 @@ _NOTHING_BAD: Final = -np.inf
 _BAD_LEFT: Final = [Column.NUM_NAN, Column.NUM_INF]
 _BAD_RECEIVED: Final = [Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF]
 _CHANGE: Final = (keys.CLIPPED, keys.CHANGED)
+_NOTHING: Final = MetricHistogram(
+    np.zeros(NUM_BINS, dtype=np.int64), np.inf, -np.inf
+)  # the histogram of a parameter that another rank counts
 
 
 @dataclass(frozen=True)
@@ -145,24 +150,24 @@ class RankMerger:
 
     def _merge(self, tree: RankTree, window: RankWindow) -> RankWindow:
         of_samples = [sample.sums for sample in window.samples]
-        kinds = probe_merge.kinds_of(of_samples)
+        kinds = _kinds_of(of_samples)
         histograms = merge_histograms(sample.histograms for sample in window.samples)
-        of_parameters = histograms.keys() & set(probe_merge.histogram_keys(window.names))
+        of_parameters = histograms.keys() & set(_histogram_keys(window.names))
         self._check_agreement(tree, window, (kinds, bool(of_parameters)))
         rows_SPC = np.stack([sample.rows for sample in window.samples])
         sums, extremes = _pack(rows_SPC, window, self._rank, self._world)
-        of_kinds = probe_merge.pack_sums(of_samples, kinds, window.names, window.counted)
-        of_histograms = probe_merge.pack_histograms(histograms, window.names, window.counted) if of_parameters else ()
+        of_kinds = _pack_sums(of_samples, kinds, window.names, window.counted)
+        of_histograms = _pack_histograms(histograms, window.names, window.counted) if of_parameters else ()
         all_sums = _all_reduced(tree, [*sums, *of_kinds, *of_histograms[:1]], dist.ReduceOp.SUM)
         all_extremes = _all_reduced(tree, [*extremes, *of_histograms[1:]], dist.ReduceOp.MAX)
         merged = _unpack(all_sums[: len(sums)], all_extremes[: len(extremes)], window, self._world)
         samples = []
-        of_all = probe_merge.unpack_sums(all_sums[len(sums) :], kinds, window.names)
+        of_all = _unpack_sums(all_sums[len(sums) :], kinds, window.names)
         for sample, whole in zip(merged.samples, of_all, strict=True):
             meant = {name: value for key, one in whole.items() for name, value in one.metrics(key).items()}
             samples.append(replace(sample, sums={**sample.sums, **whole}, metrics={**sample.metrics, **meant}))
         if of_parameters:
-            of_whole = probe_merge.unpack_histograms(all_sums[-1], all_extremes[-1], window.names)
+            of_whole = _unpack_histograms(all_sums[-1], all_extremes[-1], window.names)
             others = {key: one for key, one in histograms.items() if key not in of_parameters}
             samples = [replace(sample, histograms={}) for sample in samples]
             samples[-1] = replace(samples[-1], histograms=others | of_whole)
@@ -243,3 +248,95 @@ def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_],
     looks_SPL = np.stack([rows_SPC[..., columns].sum(axis=-1) for columns in (_BAD_LEFT, _BAD_RECEIVED)], axis=-1)
     bad_SN = (present_SP[..., None] & (looks_SPL > 0)).swapaxes(1, 2)[..., ::-1].reshape(len(rows_SPC), -1)
     return np.where(bad_SN.any(axis=1), -(bad_SN.argmax(axis=1) * world + rank).astype(np.float64), _NOTHING_BAD)
+
+
+class _Kind(NamedTuple):
+    """The prefix of the keys of some sums, their meaning, and whether names of parameters follow the prefix."""
+
+    begin: str
+    meaning: Meaning
+    of_parameters: bool
+
+    def names(self, names: Sequence[str]) -> Sequence[str]:
+        """The names of the rows: those of the parameters, or one empty name."""
+        return names if self.of_parameters else ("",)
+
+
+def _kinds_of(samples: Sequence[Mapping[str, ArrivedSums]]) -> list[list[_Kind]]:
+    """The kinds of sums to merge for each sample; the same on every rank with the same probes.
+
+    Kinds of parameters are included for every sample of the window; other kinds, which can be long, only where present.
+    """
+    of_samples = [
+        {
+            _Kind(key.removesuffix(one.parameter or ""), one.meaning, one.parameter is not None)
+            for key, one in of_sample.items()
+            if one.parameter is not None or one.meaning.of_every_rank
+        }
+        for of_sample in samples
+    ]
+    of_parameters = {kind for kinds in of_samples for kind in kinds if kind.of_parameters}
+    return [sorted(kinds | of_parameters, key=repr) for kinds in of_samples]
+
+
+def _pack_sums(
+    samples: Sequence[Mapping[str, ArrivedSums]],
+    kinds: Sequence[Sequence[_Kind]],
+    names: Sequence[str],
+    counted: npt.NDArray[np.bool_],
+) -> list[FloatArray]:
+    """This rank's summands, by sample and kind; zeros for parameters that another rank counts."""
+    packed = []
+    for of_sample, of_kinds in zip(samples, kinds, strict=True):
+        for kind in of_kinds:
+            rows = kind.names(names)
+            sums_PK = np.zeros((len(rows), kind.meaning.num_sums + 1))
+            for index, name in enumerate(rows):
+                one = of_sample.get(kind.begin + name) if kind.meaning.of_every_rank or counted[index] else None
+                if one is not None and one.meaning == kind.meaning:
+                    sums_PK[index] = (*one.sums, 1.0)
+            packed.append(sums_PK)
+    return packed
+
+
+def _unpack_sums(
+    packed: Iterable[FloatArray], kinds: Sequence[Sequence[_Kind]], names: Sequence[str]
+) -> list[dict[str, ArrivedSums]]:
+    """The sums over all ranks by key, for every sample."""
+    arrays, samples = iter(packed), []
+    for of_kinds in kinds:
+        of_sample: dict[str, ArrivedSums] = {}
+        for kind in of_kinds:
+            rows, sums_PK = kind.names(names), next(arrays)
+            for index in np.flatnonzero(sums_PK[:, -1]).tolist():
+                parameter = rows[index] if kind.of_parameters else None
+                sums = tuple(sums_PK[index, :-1].tolist())
+                of_sample[kind.begin + rows[index]] = ArrivedSums(sums, kind.meaning, parameter)
+        samples.append(of_sample)
+    return samples
+
+
+def _histogram_keys(names: Sequence[str]) -> list[str]:
+    """The key of each parameter's histogram: [P]."""
+    return [f"{keys.PARAMETER_HISTOGRAMS}/{name}" for name in names]
+
+
+def _pack_histograms(
+    histograms: Mapping[str, MetricHistogram], names: Sequence[str], counted: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
+    """This rank's summands [P, B], and its values for the maxima (minima are negated) [2, P]."""
+    found = [
+        histograms.get(key, _NOTHING) if counts else _NOTHING
+        for key, counts in zip(_histogram_keys(names), counted.tolist(), strict=True)
+    ]
+    counts_PB = np.stack([one.counts for one in found]).astype(np.float64)
+    return counts_PB, np.array([[-one.low for one in found], [one.high for one in found]])
+
+
+def _unpack_histograms(
+    counts_PB: FloatArray, extremes_2P: FloatArray, names: Sequence[str]
+) -> dict[str, MetricHistogram]:
+    """The histograms of the whole parameters by key; empty histograms are left out."""
+    low_P, high_P = -extremes_2P[0], extremes_2P[1]
+    whole = zip(_histogram_keys(names), counts_PB.astype(np.int64), low_P.tolist(), high_P.tolist(), strict=True)
+    return {key: MetricHistogram(counts_B, low, high) for key, counts_B, low, high in whole if counts_B.any()}

@@ -29,8 +29,7 @@ TABLE_COLUMNS: Final = (
     *("num_nan", "num_inf", "loss_scale", "skipped"),
 )
 _FORMAT: Final = 1
-_OF_SAMPLES: Final = ("steps", "rows", "loss_scale", "skipped")  # arrays of a snapshot whose first dimension is S
-_ARRAYS: Final = (*_OF_SAMPLES, "trainable")  # arrays that are saved in the file
+_ARRAYS: Final = ("steps", "rows", "loss_scale", "skipped", "trainable")  # arrays that are saved in the file
 _KEPT: Final = (*_ARRAYS, "names", "metrics", "overhead_ratio")
 
 Note = dict[str, str | int | float | bool | None]
@@ -61,15 +60,12 @@ class FlightRecorder:
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep these samples; if there are more than `max_samples`, keep the newest."""
-        # Not the snapshot itself, which also holds every statistic that the rules have derived from it.
-        kept = {name: getattr(snapshot, name) for name in _KEPT}
-        if len(snapshot) == 1:  # without a merge over ranks: the arrays are not views of a window
-            self._samples.append(kept)
-        else:
-            for index in range(max(len(snapshot) - self.max_samples, 0), len(snapshot)):
-                of_sample = {name: kept[name][index : index + 1].copy() for name in _OF_SAMPLES}
-                metrics = {key: values[index : index + 1].copy() for key, values in snapshot.metrics.items()}
-                self._samples.append(kept | of_sample | {"metrics": metrics})
+        samples = [snapshot]  # without a merge over ranks: the arrays are not views of a window
+        if len(snapshot) != 1:
+            samples = [snapshot.sample(index) for index in range(len(snapshot))[-self.max_samples :]]
+        for sample in samples:
+            # Not the snapshot itself, which also holds every statistic that the rules have derived from it.
+            self._samples.append({name: getattr(sample, name) for name in _KEPT})
         self.keep_histogram(snapshot)
 
     def keep_histogram(self, snapshot: Snapshot) -> None:
