@@ -145,12 +145,10 @@ def trace_nonfinite(model: nn.Module) -> Iterator[Trace]:
     def keep_output(module: nn.Module, _: object, output: Any) -> None:
         sinks.extend((name, tensor.detach()) for name, tensor in outputs_of(output))
 
-    handle = root.register_forward_hook(keep_output)
     try:
-        with trace.follow_modules(), trace:
+        with root.register_forward_hook(keep_output), trace.follow_modules(), trace:
             yield result
     finally:
-        handle.remove()
         for name, parameter in named_tensors(named_modules(root)).items():
             if parameter.grad is not None:
                 sinks.append((f"the gradient of {name}", parameter.grad))

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final, Literal
@@ -149,12 +149,11 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if id(module) in self._names and self._stack:
                 self._stack.pop()
 
-        with ExitStack() as stack:
-            for handle in (
-                nn.modules.module.register_module_forward_pre_hook(enter),
-                nn.modules.module.register_module_forward_hook(leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
+        of_all = nn.modules.module
+        with (
+            of_all.register_module_forward_pre_hook(enter),
+            of_all.register_module_forward_hook(leave, always_call=True),
+        ):
             yield
 
     def __torch_dispatch__(
