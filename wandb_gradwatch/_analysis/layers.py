@@ -16,6 +16,7 @@ from ..snapshot._shapes import group_function
 
 # A bias's gradient below this share of the weight's is rounding: a later normalisation cancels the bias.
 _ROUNDING = 1e-5
+_HALF_ROUNDING = 256.0  # estimated size of inputs from which a bias's gradient may be the rounding of bfloat16, 2^-8
 MIN_WEIGHTS = 64  # fewer elements are a scale or a temperature, which may be clamped, and no layer's weights
 
 
@@ -152,21 +153,21 @@ def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
     A weight's gradient is the bias's gradient times the input, summed over the batch. The ratio of their norms divided
     by sqrt(fan-in) is the size of the inputs: exact for equal inputs, otherwise an estimate of the order of magnitude.
     With a normalisation after the layer, the bias's gradient is only rounding, and the result is None. In half
-    precision, rounding is not much smaller than gradients, and a normalisation anywhere may be the one after the layer.
+    precision, rounding is not much smaller than gradients: a large result counts only if no normalisation fits.
     """
     size_P, norm_P = snapshot.num_elements[sample], snapshot.grad_norm[sample]
     modules = modules_of(snapshot.names)
     for weight, bias in weights_beside_biases(snapshot.names):
         if not size_P[weight] > size_P[bias]:
             continue
-        is_half = snapshot.loss_scale[sample] > 0 or are_half_precision(snapshot.rows[sample, [weight]]).all()
-        later = range(modules.of_parameter[bias] + 1, len(modules.names) if is_half else modules.of_parameter[bias] + 2)
-        later_sizes = [size_P[modules.of_parameter == module].tolist() for module in later]
-        is_normalised = [size_P[bias]] * 2 in later_sizes
-        if is_normalised or not norm_P[bias] > _ROUNDING * norm_P[weight]:
+        if not norm_P[bias] > _ROUNDING * norm_P[weight]:
             return None
-        scale = norm_P[weight] / norm_P[bias] / np.sqrt(size_P[weight] / size_P[bias])
-        return snapshot.names[weight], float(scale)
+        scale = float(norm_P[weight] / norm_P[bias] / np.sqrt(size_P[weight] / size_P[bias]))
+        is_half = snapshot.loss_scale[sample] > 0 or are_half_precision(snapshot.rows[sample, [weight]]).all()
+        next_one = int(modules.of_parameter[bias]) + 1
+        later = range(next_one, len(modules.names) if is_half and scale > _HALF_ROUNDING else next_one + 1)
+        is_normalised = any(size_P[modules.of_parameter == module].tolist() == [size_P[bias]] * 2 for module in later)
+        return None if is_normalised else (snapshot.names[weight], scale)
     return None
 
 
