@@ -63,11 +63,23 @@ def rate_rise(history: Snapshot) -> RateRise | None:
     for before, now in zip(known[-2::-1].tolist(), known[:0:-1].tolist(), strict=True):
         if now < len(history) - _RECENT:
             break
-        if rate_S[now] >= _ROSE * rate_S[before]:
+        if rate_S[now] >= _rise_of_a_schedule(history, before, now) * rate_S[before]:
             return RateRise(float(rate_S[before]), float(rate_S[now]), now, at_once=True)
-    if not known.size or rate_S[known[-1]] < _ROSE * rate_S[known].min():
+    if not known.size:
         return None
-    return RateRise(float(rate_S[known].min()), float(rate_S[known[-1]]), int(known[-1]), at_once=False)
+    lowest, last = int(known[np.argmin(rate_S[known])]), int(known[-1])
+    if rate_S[last] < _rise_of_a_schedule(history, lowest, last) * rate_S[lowest]:
+        return None
+    return RateRise(float(rate_S[lowest]), float(rate_S[last]), last, at_once=False)
+
+
+def _rise_of_a_schedule(history: Snapshot, before: int, now: int) -> float:
+    """Return the factor by which a learning rate has to rise between two samples to be unusual.
+
+    A linear warm-up rises by the ratio of their steps. If every step in between is known, a steeper rise would show.
+    """
+    steps = history.steps[[before, now]]
+    return _ROSE * float(steps[1] / max(steps[0], 1)) if np.ptp(steps) > now - before else _ROSE
 
 
 def onset_of(log_norm_N: FloatArray, clean_N: npt.NDArray[np.int64], parameters: Parameters) -> Onset | None:
