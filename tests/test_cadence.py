@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -84,7 +84,7 @@ class Simulated:
     sampled: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
 
-    def run(self, steps: int, unusual: tuple[int, ...] = ()) -> Simulated:
+    def run(self, steps: int, unusual: Collection[int] = ()) -> Simulated:
         self.budget.start(0, 0.0, 0.0)
         due, plan, in_window, on_rows, on_counting = 1, Plan(), 0, 0.0, 0.0
         for number in range(1, steps + 1):
@@ -232,6 +232,15 @@ def test_what_counting_steps_takes_is_part_of_the_budget_and_no_cost_of_a_sample
     seen = Simulated(lambda _: STEP, counting=counting * STEP).run(20_000)
     assert seen.share <= share
     assert len(seen.sampled) >= least
+
+
+def test_while_the_first_steps_may_make_debt_unusual_samples_are_followed_closely():
+    # A sample of half a step's time. Ten of them are a debt of 5 steps' time, which later samples repay: they are 100
+    # steps apart. An unusual one is followed by 8 others on credit, and there are 32 of these in all.
+    assert [
+        sum(gap == 1 for gap in Simulated(lambda _: 0.5 * STEP).run(1200, unusual=unusual).intervals)
+        for unusual in ((), range(150, 250), range(150, 1200))
+    ] == [9, 9 + 8, 9 + 32]
 
 
 def test_two_ranks_of_unequal_speed_sample_the_same_steps():

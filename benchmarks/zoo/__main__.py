@@ -39,7 +39,10 @@ def main() -> None:
     parser.add_argument("--texts", action="store_true", help="print what was told")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
-        "--every", type=int, default=1, help="measure ten steps, and then every n-th: the default's way"
+        "--every",
+        type=int,
+        default=1,
+        help="n > 1: the default cadence, on a clock on which it measures about every n-th step",
     )
     parser.add_argument("--row", help="the name under which the page shows the result")
     parser.add_argument("--resume", default="", metavar="NAME", help="keep what ran under a name, and go on from there")

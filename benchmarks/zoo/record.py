@@ -9,16 +9,17 @@ import math
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import wandb_gradwatch
 from wandb_gradwatch import Alert, MemorySink, Snapshot
-from wandb_gradwatch._capture.cadence import Budget
+from wandb_gradwatch._capture.measurer import Measurer
 from wandb_gradwatch._diagnosis import with_diagnosis
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
@@ -75,27 +76,47 @@ def record(case: Case, seed: int, every: int = 1) -> Recording:
     """Run a training once, watched with the default rules, without messages in the log or on the terminal.
 
     Args:
-        every: the first ten steps are sampled, then every n-th.
+        every: 1: every step is sampled. n: the default cadence decides, on a clock of which the first ten steps and then
+            about every n-th are sampled, besides what looks unusual.
     """
     logger = logging.getLogger("wandb_gradwatch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         # Alerts also go to standard error, where they would reveal results of locked families.
-        with contextlib.redirect_stderr(io.StringIO()):
-            return _record(case, seed, every)
+        with contextlib.redirect_stderr(io.StringIO()), _clock(every) as step_begins:
+            return _record(case, seed, None if every > 1 else 1, step_begins)
     finally:
         logger.setLevel(level)
 
 
-def _record(case: Case, seed: int, every: int) -> Recording:
+@contextlib.contextmanager
+def _clock(every: int) -> Iterator[Callable[[], None]]:
+    """Replace the clock by one on which a step takes a second, and a sample half of what n steps earn at 1 %.
+
+    The other half repays the debt of the first steps, during all of these short trainings. Yields a function to be
+    called at the beginning of each step.
+    """
+    now, measure = [0.0], Measurer.measure
+
+    def step_begins() -> None:
+        now[0] += 1.0
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        now[0] += 0.01 * every / 2
+        measure(*arguments, **options)
+
+    with patch("time.perf_counter", lambda: now[0]), patch.object(Measurer, "measure", slow):
+        yield step_begins
+
+
+def _record(case: Case, seed: int, every: int | None, step_begins: Callable[[], None]) -> Recording:
     torch.set_num_threads(1)
     torch.manual_seed(1000 * seed + 17)
     loop = build(case)
     memory, told, losses, error = MemorySink(), [], [], None
     first_bad = None
-    cadence = 1 if every == 1 else lambda step: 1 if step <= Budget.FIRST else every
-    options = {"sinks": [memory], "backend": "cpu", "sample_every": cadence, "histogram_every": 0} | loop.options
+    options = {"sinks": [memory], "backend": "cpu", "sample_every": every, "histogram_every": 0} | loop.options
     watcher = wandb_gradwatch.watch(
         loop.model if loop.watched is None else loop.watched,
         on_alert=lambda alert: told.append(Told(alert, max(alert.step, int(watcher.step)))),
@@ -104,6 +125,7 @@ def _record(case: Case, seed: int, every: int) -> Recording:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(1, loop.steps + 1):
+            step_begins()
             if case.first_bad == step:
                 first_bad = int(watcher.step) + 1
             try:
@@ -184,7 +206,7 @@ def recordings(
     Args:
         map_: as the built-in; that of a pool of processes.
         replayed: run only those that are not kept, and say what the rules of now tell of all.
-        every: the first ten steps are sampled, then every n-th.
+        every: as in `record`.
         resumed: the name under which live recordings are kept, so that a second call goes on where the first ended.
     """
     return map_(_replayed if replayed else _live, [(case.name, seed, resumed, every) for case, seed in chosen])

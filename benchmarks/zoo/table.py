@@ -39,8 +39,9 @@ not used for choosing thresholds are shown separately: {kept_out}.
 - **cause right**: the first alert's text names the right cause, or "either A or B" with the right cause among the two;
   as a share of all faulty runs, including those without an alert. **confidently wrong**: the text names one or two
   causes, and none of them is right. A text that names none, or three or more, is neither right nor confidently wrong.
-- Every step is measured. In columns that say so, the first ten steps are measured and then every n-th, as the default
-  cadence does with small models; there, a delay of less than n steps counts as none.
+- Every step is measured. In columns that say so, the default cadence decides, on a clock on which it measures the first
+  ten steps, then about every n-th, and in between steps that look unusual; there, a delay of less than n steps counts
+  as none.
 - Faults that gradients, parameters and loss cannot distinguish from a healthy training are run, but not counted.
 """
 

@@ -115,6 +115,7 @@ class Budget:
     BURST: Final = 32  # number of consecutive samples in a burst
     _DEBT_STEPS: Final = 50  # from the third on, only while monitoring has cost less than this many steps
     _SAVED: Final = 0.1  # share of the credit that is saved for bursts
+    _ON_CREDIT: Final = 8  # number of consecutive samples in a burst while the first steps may make debt
     _FOR_CHECKS: Final = 0.2  # share of the credit for spot checks
     _FOR_SAMPLES: Final = 0.5  # the least share of the credit for samples, however much counting steps costs
 
@@ -127,6 +128,9 @@ class Budget:
         self._forfeited = 0.0  # credit beyond the cost of two bursts, which is dropped
         self._num_samples = 0
         self._burst_left = 0
+        self._has_credit = False  # whether the credit covers one more sample
+        self._is_apart = True  # whether there are other steps between the last two samples
+        self._num_on_credit = 0  # number of samples in bursts that it did not cover
         self.is_covered = False  # whether the credit, or the debt that the first steps may make, covers one more sample
         self._step_seconds: deque[float] = deque(maxlen=5)  # without monitoring; the median ignores an evaluation
         self._costs: deque[float] = deque(maxlen=3)  # seconds per sample, without rows
@@ -137,14 +141,19 @@ class Budget:
         self._began = self._last = (step, now, spent)
 
     def look_closely(self) -> bool:
-        """Start a burst of consecutive samples, paid from the savings. Returns whether they cover the next sample."""
-        self._burst_left = self.BURST
-        return self.is_covered
+        """Start a burst of consecutive samples. Returns whether the next step may be sampled.
+
+        The savings pay for a burst. While the first steps may make debt, a short burst is possible without savings, but
+        not right after another.
+        """
+        if not self._burst_left:
+            self._burst_left = self.BURST if self._has_credit else self._ON_CREDIT if self._is_apart else 0
+        return self.is_covered and self._burst_left > 0
 
     def checks_every(self, seconds: float) -> int:
         """Return the steps between spot checks that take so many seconds each: they get a fifth of the credit."""
         earned_per_step = self._limit * statistics.median(self._step_seconds)
-        return math.ceil(seconds / (self._FOR_CHECKS * earned_per_step))
+        return max(math.ceil(seconds / (self._FOR_CHECKS * earned_per_step)), 1)
 
     def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_counting: float) -> Plan:
         """Account for a sample, and return the plan for the next one.
@@ -161,6 +170,7 @@ class Budget:
         self._num_samples += 1
         latest = max(spent - last[2], 0.0)
         num_steps = max(step - last[0], 1)
+        self._is_apart = num_steps > 1
         self._step_seconds.append(max(now - last[1] - latest, 1e-9) / num_steps)
         latest = max(latest - on_rows - on_counting, 0.0)
         self._costs.append(latest)
@@ -187,9 +197,11 @@ class Budget:
         # One-time costs fall on the first sample: the second one shows the usual cost.
         if self._num_samples < 2 or (self._num_samples < self.FIRST and is_affordable):
             every = 1
-        self.is_covered = credit >= cost or (is_affordable and self._num_samples < self.FIRST + self.BURST)
+        self._has_credit = credit >= cost
+        self.is_covered = self._has_credit or (is_affordable and self._num_on_credit < self.BURST)
         if self._burst_left and self.is_covered:
             self._burst_left, every = self._burst_left - 1, 1
+            self._num_on_credit += not self._has_credit
         else:
             self._burst_left = 0
         return Plan(every, samples_per_row)
