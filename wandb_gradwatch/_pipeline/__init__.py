@@ -2,10 +2,11 @@
 
 Each part of the state has one owner:
 
-    pipeline.py       samples that have arrived, the samples of the open window, windows in the merge over ranks
+    pipeline.py       samples that have arrived, the samples of the open window
+    rank_merge.py     windows in the merge over ranks
     alert_manager.py  the rules, and the episodes of each title
-    dispatcher.py     the sinks, the user's callbacks, the flight recorder, messages that are logged once
+    recorder.py       the last samples, the user's notes, and the alerts that were sent
+    dispatcher.py     the sinks, the user's callbacks, messages that are logged once
 
-The other modules are functions from arrays to arrays. The capture and the sample buffer precede this package; the
-watcher owns all objects of this package.
+The capture and the sample buffer precede this package; the watcher owns all objects of this package.
 """
