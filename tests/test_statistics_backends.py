@@ -221,6 +221,15 @@ def test_measuring_twice_gives_the_same_bits(backend: str) -> None:
     assert torch.equal(first, second)
 
 
+def test_the_row_of_a_gradient_does_not_depend_on_the_others(backend: str) -> None:
+    gradients = [g for size in (5, 700, SMALL - 1, SMALL + 3) for g in gradients_of(size, torch.float32)]
+    together = measure(gradients, gradients, backend=backend).rows
+    alone = torch.cat([measure([g], [g], backend=backend).rows for g in gradients])
+    assert torch.equal(alone.view(torch.int64), together.view(torch.int64))
+    received = torch.cat([measure_received([g], backend=backend) for g in gradients])
+    assert torch.equal(received, measure_received(gradients, backend=backend))
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -30,14 +30,13 @@ from .columns import (
     IntArray,
     merge_adjacent_rows,
 )
-from .cpu_pieces import PIECE, Floats, measure_pieces, sum_sq_pieces
+from .cpu_pieces import PIECE, SMALL, Floats, measure_pieces, sum_sq_pieces
 from .elements import Measurement, Scale, Tensors, add_implicit_zeros, readable
 from .float_bits import FLOAT32, FLOAT64, bins_from_codes, largest_magnitude_within
 from .thread_pool import THREAD_POOL
 
 # N tensors, M pieces of them, C columns, B histogram bins
 
-SMALL: Final = 1 << 13  # elements; smaller tensors are measured together
 _MAX_TOGETHER: Final = 128  # tensors; limits the counts of codes to 1 MB for float32, 8 MB for float64
 _SHARED_FROM: Final = 8  # batches; with fewer, one thread is done before another has woken up
 

@@ -17,6 +17,7 @@ from .float_bits import FLOAT32, FLOAT64, FloatBits
 # G pieces of one batch, C columns, K codes, E elements of one batch
 
 PIECE: Final = 1 << 19  # most elements: two megabytes of float32, which fit in the second- or third-level cache
+SMALL: Final = 1 << 13  # elements; smaller tensors are measured together
 SEGMENT: Final = 512  # elements summed in float32, before float64 sums the segments: accurate to 2e-7 for constants
 
 # A piece's squares may be summed in float32 if the bits of its largest magnitude lie between these limits: the sum of a
@@ -74,7 +75,7 @@ def measure_pieces(
         rows_GC[:, Column.NUM_DEAD] = rows_GC[:, Column.NUM_ZERO]
     extremes_3G = layout.values(np.array([least_G, most_G, smallest_G]))
     rows_GC[:, Column.GRAD_MIN], rows_GC[:, Column.GRAD_MAX], rows_GC[:, Column.GRAD_ABS_MIN_NONZERO] = extremes_3G
-    if len(starts) > 1 or not (_SMALL <= largest <= _LARGE or largest == 0):
+    if not _is_large(values, starts) or not (_SMALL <= largest <= _LARGE or largest == 0):
         values = values.astype(np.float64, copy=False)
     rows_GC[:, Column.GRAD_SUM] = _sum(values, starts)
     rows_GC[:, Column.GRAD_SUM_SQ] = _sum(values, starts, of_squares=True)
@@ -122,7 +123,7 @@ def _codes(unsigned: npt.NDArray[Any], bounds: IntArray, num_zero_G: FloatArray,
 def sum_sq_pieces(values: Floats, starts: IntArray) -> FloatArray:
     """Return each piece's sum of squares of finite elements, number of NaN and number of Inf: [G, 3]."""
     sums_G3 = np.zeros((len(starts), 3))
-    if len(starts) == 1:
+    if _is_large(values, starts):
         sums_G3[0, 0] = total_sq = _sum(values, starts, of_squares=True)[0]
         if values.size * _SMALL_SQ < total_sq < np.inf or (total_sq == 0 and not values.any()):
             return sums_G3
@@ -134,6 +135,11 @@ def sum_sq_pieces(values: Floats, starts: IntArray) -> FloatArray:
     return sums_G3
 
 
+def _is_large(values: Floats, starts: IntArray) -> bool:
+    """Whether this is a piece of a large tensor. A small tensor has the same sums alone as together with others."""
+    return len(starts) == 1 and values.size >= SMALL
+
+
 def _count(found: npt.NDArray[np.bool_], starts: IntArray) -> IntArray:
     if len(starts) == 1:  # reduceat takes ten times as long
         return np.array([np.count_nonzero(found)])
@@ -141,11 +147,11 @@ def _count(found: npt.NDArray[np.bool_], starts: IntArray) -> IntArray:
 
 
 def _sum(values: Floats, starts: IntArray, *, of_squares: bool = False) -> FloatArray:
-    """Sum each piece: [G]. A single piece is summed in segments, within a segment in its dtype, between in float64.
+    """Sum each piece: [G]. A large piece is summed in segments, within a segment in its dtype, between in float64.
 
     The sums of segments are written as products of vectors, for which numpy uses vector instructions.
     """
-    if len(starts) > 1:
+    if not _is_large(values, starts):
         return np.add.reduceat(values * values if of_squares else values, starts)
     whole = values.size - values.size % SEGMENT
     segments, rest = values[:whole].reshape(-1, 1, SEGMENT), values[whole:].astype(np.float64)
