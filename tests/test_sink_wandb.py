@@ -378,12 +378,10 @@ def test_a_last_flush_when_the_run_ends(offline_run: Any) -> None:
 def test_the_newest_table_of_a_sink_is_logged_when_an_online_run_ends(
     offline_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the sink is closed before, as `with watch(...)` does."""
     monkeypatch.setattr(type(offline_run), "offline", False)  # the file of an offline run is easier to read
     sink = WandbSink(offline_run)
     for step in (1, 2):
         sink.log_table(["step", "name"], [[step, "a"]])
-    sink.close()
     offline_run.finish()
     (row,) = history(offline_run)
     assert (row["gradwatch/step"], row["gradwatch/flight_recorder.nrows"]) == (2, 1)

@@ -156,6 +156,8 @@ class WandbSink(Sink):
     def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
         """Log the flight recorder's samples as a table in a row of its own; online, only the newest at the run's end.
 
+        An online run receives no table if the sink is closed before. The recorder's file is written in any case.
+
         W&B stores a table as an artifact and contacts the server during `run.log`. A server that does not answer would
         block the training, at the very step of an alert.
         """
@@ -179,6 +181,7 @@ class WandbSink(Sink):
         """Stop writing. Queued rows are still logged before the run ends. The run itself continues."""
         if self._row_scheduler is not None:
             self._row_scheduler.forget(self)
+            self._row_scheduler.forget((self, "table"))
         self._row_scheduler = None
 
     def _live_scheduler(self) -> RowScheduler | None:
