@@ -108,18 +108,19 @@ def test_a_layer_at_next_to_nothing_of_the_others_is_told(faint: float, told: li
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "share", "told"),
+    ("name", "size", "share", "rises", "told"),
     [
-        ("a.weight", 64, 1e-9, [5, 6]),  # a normalisation of a single number, or a factor of almost 0, follows
-        ("a.weight", 64, 1e-6, []),
-        ("a.weight", 63, 1e-9, []),  # a gain or a temperature
-        ("a.bias", 64, 1e-9, []),  # a normalisation cancels it, up to rounding
+        ("a.weight", 64, 1e-9, 1.0, [20, 21]),  # a normalisation of a single number, or a factor of almost 0, follows
+        ("a.weight", 64, 1e-9, 1.1, []),  # a layer scale of 1e-6 opens slowly during a warm-up
+        ("a.weight", 64, 1e-6, 1.0, []),
+        ("a.weight", 63, 1e-9, 1.0, []),  # a gain or a temperature
+        ("a.bias", 64, 1e-9, 1.0, []),  # a normalisation cancels it, up to rounding
     ],
 )
 def test_weights_whose_gradients_are_as_small_as_rounding_are_told(
-    name: str, size: int, share: float, told: list[int]
+    name: str, size: int, share: float, rises: float, told: list[int]
 ) -> None:
-    samples = [sample_of({name: np.full(size, share / 8), "b.weight": [1.0]}, step=s) for s in range(1, 7)]
+    samples = [sample_of({name: np.full(size, share / 8 * rises**s), "b.weight": [1.0]}, step=s) for s in range(1, 22)]
     assert steps(VanishingGradient(), together(samples)) == told
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from .._analysis.depth import depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import MIN_WEIGHTS, dead_units, feed_nothing, is_held_up, modules_of, num_units, without_inputs
-from .._analysis.memory import ALIKE, Streaks
+from .._analysis.memory import ALIKE, PerName, Streaks
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
@@ -30,6 +30,7 @@ _ARRIVED: Final = 1e-6  # share of the largest norm so far; below it the data is
 _CERTAIN: Final = 5  # number of samples in a row that no healthy training has
 _FAINT: Final = 1e-20  # share of the largest gradient; one that cancels up to rounding has 1e-9, in float64 1e-17
 _ROUNDED: Final = 1e-7  # the same for weights, which do not cancel as biases may: float32 ends. Healthy: from 1e-4
+_ROUNDED_FOR, _RISES = 20, 3.0  # samples in a row that show it, in which the share rises by less than this factor
 _TINY_LOSS: Final = 1e-6
 _NOTHING: Final = 1e-12  # share of the parameters' norm; no training begins with a smaller gradient
 _SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # the smallest normal and the smallest positive float16
@@ -83,6 +84,9 @@ class VanishingGradient(ShippedRule):
     _last_large: float = field(default=math.nan, init=False)  # moving geometric mean of norms above the floor
     _converged: bool = field(default=False, init=False)
     _faint: Streaks = field(default_factory=Streaks, init=False, repr=False)
+    _rounded: Streaks = field(default_factory=Streaks, init=False, repr=False)
+    # The smallest norm of each parameter, as a share of the largest parameter's
+    _least_share: PerName = field(default_factory=lambda: PerName(math.inf), init=False, repr=False)
     _num_coarse: int = field(default=0, init=False)
 
     title: ClassVar[str] = "Vanishing gradient"
@@ -119,7 +123,7 @@ class VanishingGradient(ShippedRule):
             elif (faint := self._faint_at(snapshot, seen)).size:
                 words = (
                     f"the gradients of {len(faint)} of {len(snapshot.names)} parameters have been less than "
-                    f"{number(_ROUNDED)} of the largest one for {_CERTAIN} samples or more: no more than rounding."
+                    f"{number(_ROUNDED)} of the largest one for sample after sample: no more than rounding."
                 )
                 yield self._alert(snapshot, sample, "faint", words, faint)
             self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, seen) else 0
@@ -138,11 +142,18 @@ class VanishingGradient(ShippedRule):
             least > limit or np.minimum.reduce(sum_sq_P, where=~modules_of(names).is_bias, initial=math.inf) > limit
         ):
             self._faint.end(names, 1)
+            self._rounded.end(names, 1)
             return np.zeros(0, dtype=np.intp)
-        is_small_P = modules_of(names).is_bias | (seen.rows[:, Column.NUM_ELEMENTS] < MIN_WEIGHTS)
-        norm_P, limit_P = snapshot.grad_norm[seen.place], np.where(is_small_P, _FAINT, _ROUNDED)
-        faint_P = (norm_P > 0) & (norm_P < limit_P * np.max(norm_P, initial=0.0, where=norm_P > 0))
-        return np.flatnonzero(self._faint.last(names, faint_P, _CERTAIN, norm_P > 0))
+        norm_P = snapshot.grad_norm[seen.place]
+        present_P, are_weights_P = norm_P > 0, ~modules_of(names).is_bias
+        share_P = norm_P / np.max(norm_P, initial=0.0, where=present_P)
+        least_P = self._least_share.of(names)
+        np.fmin(least_P, share_P, out=least_P, where=present_P)
+        # Behind a gate that opens, as a layer scale of 1e-6 does, gradients rise: only rounding stays what it is.
+        rounded_P = are_weights_P & (seen.rows[:, Column.NUM_ELEMENTS] >= MIN_WEIGHTS)
+        rounded_P &= present_P & (share_P < _ROUNDED) & (share_P < _RISES * least_P)
+        found_P = self._rounded.last(names, rounded_P, _ROUNDED_FOR, present_P)
+        return np.flatnonzero(found_P | self._faint.last(names, present_P & (share_P < _FAINT), _CERTAIN, present_P))
 
     def _is_small(self, norm: float) -> bool:
         if norm >= self.min_norm:
