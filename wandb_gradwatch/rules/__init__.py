@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from ._base import Alert, Rule
 from ._clipping import TightClipping
+from ._dead import DeadGradient
 from ._exploding import ExplodingGradient
 from ._functions import FunctionRule, rule
+from ._initial import LargeInputs, PoorInitialisation
 from ._loss import LossSpike
 from ._missing import NoGradient
 from ._nonfinite import InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
-from ._parameters import FastParameters, LargeInputs, PoorInitialisation
-from ._vanishing import DeadGradient, VanishingGradient
+from ._parameters import FastParameters
+from ._vanishing import VanishingGradient
 from ._wiring import GradientsNotReset, NegativeLearningRate, NotInOptimizer, UnchangedParameters
 
 __all__ = [

@@ -16,6 +16,7 @@ from ..snapshot import Snapshot, keys
 Level = Literal["INFO", "WARN", "ERROR"]
 
 FIRST_STEPS: Final = 2  # steps at which the initial weights and the inputs are checked
+MIN_ELEMENTS: Final = 256  # in all parameters together: smaller models may begin anywhere, and pass through 0
 MAX_TITLE: Final = 63  # W&B documents a limit of 64 characters and does not check it
 
 

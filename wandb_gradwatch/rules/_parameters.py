@@ -1,11 +1,10 @@
-"""Rules for the parameters: their initial size, the inputs, and how far updates move the parameters."""
+"""Rule for how far updates move the parameters."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Final
@@ -14,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import clip_advice, listing, number, worst_first
-from .._analysis.layers import MIN_WEIGHTS, initial_gains, input_scale, weights_beside_biases
+from .._analysis.layers import MIN_WEIGHTS
 from .._analysis.memory import PerName
 from .._analysis.movement import Movement, Update, small_squares
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
-from ._base import FIRST_STEPS, FROM_0, FROM_1, SHARE, Alert, Bounds, Level, ShippedRule, finding
+from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, ShippedRule, finding
 
 # S samples, P watched parameters
 
@@ -47,127 +46,6 @@ _JUMP_CAUSE: Final = (
 )
 _JUMP_REMEDY: Final = "check the learning rate's schedule, the batch before, and other code that writes to parameters"
 _DECAY: Final = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
-_MIN_ELEMENTS: Final = 256  # in all parameters together: smaller models may begin anywhere, and pass through 0
-_NORMALISATION: Final = re.compile(r"norm|ln|bn", re.IGNORECASE)
-_EXACT: Final = 1e-12  # relative error of a float64 sum of equal numbers
-_MIN_UNITS: Final = 4  # this many equal gradients are not equal by chance
-
-
-@dataclass(kw_only=True)
-class PoorInitialisation(ShippedRule):
-    """Raises the alert "Initial weights" if the first weights do not preserve a signal's size, or make units equal.
-
-    A model that was trained before is not judged: the weights of its normalisations are not 1, and their biases not 0.
-
-    Args:
-        max_gain: largest RMS of a layer's weight times sqrt(fan-in). Healthy: up to 1.7; faults: from 2.8.
-        min_gain: smallest median of this gain over the layers, unless most are frozen. Faults: 0.006.
-        max_rms: largest RMS of a weight whose fan-in is unknown. Healthy: up to 1.03.
-        max_recurrent_gain: largest gain of a recurrent weight, which multiplies a state repeatedly. Orthogonal: 1.
-        max_bias: largest root mean square (RMS) of a bias, except the last one. Healthy: up to 4.8 (the step
-            sizes of Mamba); faults: from 10.
-    """
-
-    max_gain: float = 2.5
-    min_gain: float = 0.03
-    max_rms: float = 10.0
-    max_recurrent_gain: float = 1.5
-    max_bias: float = 7.0
-    _is_over: bool = field(default=False, init=False)
-
-    title: ClassVar[str] = "Initial weights"
-    is_for_rare_samples: ClassVar[bool] = True
-    bounds: ClassVar[Bounds] = dict.fromkeys(
-        ("max_gain", "min_gain", "max_rms", "max_recurrent_gain", "max_bias"), FROM_0
-    )
-
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        if self._is_over:
-            return
-        for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():
-            if self._is_over or snapshot.steps[sample] > FIRST_STEPS:
-                self._is_over = True
-                return
-            if snapshot.column_sums[sample, Column.NUM_ELEMENTS] < _MIN_ELEMENTS:  # too few for norms to mean anything
-                continue
-            self._is_over = True
-            if not _was_trained(snapshot, sample) and (found := self._look_at(snapshot, sample)) is not None:
-                yield self._alert(int(snapshot.steps[sample]), *found)
-
-    def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
-        """Return what is wrong with the initial weights, and the cause; None if nothing is."""
-        all_gains = dict(initial_gains(snapshot, sample))
-        gains = {name: gain for name, gain in all_gains.items() if gain > 0}
-        rms_P = snapshot.param_norm[sample] / np.sqrt(snapshot.num_elements[sample])
-        limits = {name: self.max_recurrent_gain if "weight_hh" in name else self.max_gain for name in gains}
-        large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > limits[name]]
-        many_P = snapshot.num_elements[sample] >= MIN_WEIGHTS
-        large += [f"{name} {number(rms)}" for name, rms, many in zip(snapshot.names, rms_P, many_P, strict=True)
-                  if rms > self.max_rms and name not in gains and many]  # fmt: skip
-        if large:
-            words = f"weights are far larger than the size that preserves a signal (1/sqrt(fan-in)): {listing(large)}"
-            return words, "poor initialisation: too large"
-        # With a bias far from 0, a unit or a gate is on or off for any input. The last bias may be the targets' mean.
-        size_P, far = snapshot.num_elements[sample], np.flatnonzero(rms_P[:-1] > self.max_bias).tolist()
-        shifted = [f"{snapshot.names[p]} {number(rms_P[p])}" for p in far
-                   if "bias" in snapshot.names[p] and size_P[p] >= _MIN_UNITS]  # fmt: skip
-        if shifted:
-            return f"biases are far from 0: {listing(shifted)}", "poor initialisation: biases far from 0"
-        constant = _constant(snapshot, sample, all_gains)
-        if constant or (len(all_gains) > 1 and not gains):
-            names = listing(constant or list(all_gains))
-            words = f"all elements of a weight are equal, and so are all units of its layer: {names}"
-            return words, "a constant initialisation: equal weights"
-        if gains and snapshot.present[sample].mean() > 0.5 and float(np.median(list(gains.values()))) < self.min_gain:
-            all_of_them = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
-            words = f"the weights are far smaller than the size that preserves a signal: {all_of_them}"
-            return words, "poor initialisation: too small"
-        equal_P = (snapshot.grad_min[sample] == snapshot.grad_max[sample]) & (snapshot.grad_max[sample] != 0)
-        equal_P &= (snapshot.num_elements[sample] >= _MIN_UNITS) & (rms_P >= 0)
-        equal = [name for name, same in zip(snapshot.names, equal_P, strict=True) if same and "bias" in name]
-        if equal:
-            words = f"all units of a layer have equal gradients and can never become different: {listing(equal)}"
-            return words, "a constant initialisation: equal weights"
-        return None
-
-    def _alert(self, step: int, fact: str, cause: str) -> Alert:
-        remedy = "initialise weights with kaiming_normal_ or xavier_uniform_ and the activation's gain, biases near 0"
-        return finding(self.title, f"Step {step}: {fact}.", "", cause, remedy, step, "WARN")
-
-
-@dataclass(kw_only=True)
-class LargeInputs(ShippedRule):
-    """Raises the alert "Large inputs" if the first layer's gradients show large inputs in both first samples.
-
-    Args:
-        max_scale: largest root mean square of the inputs. Healthy: up to 3.9; images as bytes: 130.
-    """
-
-    max_scale: float = 50.0
-    _num_large: int = field(default=0, init=False)
-
-    title: ClassVar[str] = "Large inputs"
-    is_for_rare_samples: ClassVar[bool] = True
-    bounds: ClassVar[Bounds] = {"max_scale": FROM_0}
-
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        is_first_S = snapshot.steps <= FIRST_STEPS
-        if not np.count_nonzero(is_first_S):
-            return
-        for sample in np.flatnonzero((snapshot.total_grad_norm > 0) & is_first_S).tolist():
-            found = input_scale(snapshot, sample)
-            self._num_large += found is not None and found[1] > self.max_scale
-            if found is not None and found[1] > self.max_scale and self._num_large == 2:
-                yield self._alert(int(snapshot.steps[sample]), *found)
-
-    def _alert(self, step: int, name: str, scale: float) -> Alert:
-        fact = (
-            f"Step {step}: judging by the gradients of {name} and its bias, the inputs of this layer have a root mean "
-            f"square of about {number(scale)} (threshold {number(self.max_scale)})."
-        )
-        cause = "a large scale of the inputs: they are not normalised"
-        remedy = "normalise the inputs to mean 0 and standard deviation 1, for example divide bytes of images by 255"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
 
 @dataclass(kw_only=True)
@@ -210,7 +88,7 @@ class FastParameters(ShippedRule):
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for seen in snapshot.overview:
-            if seen.sums[Column.NUM_ELEMENTS] < _MIN_ELEMENTS:
+            if seen.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
                 continue
             update, size_P = self._movement.see(snapshot.names, seen), seen.rows[:, Column.NUM_ELEMENTS]
             if seen.weights_sq == 0:
@@ -341,37 +219,6 @@ class FastParameters(ShippedRule):
         )
         remedy = "divide the weight decay by 10; if it is decoupled (AdamW), its product with the learning rate counts"
         return finding(self.shrinking, fact, layers, cause, remedy, step, "WARN")
-
-
-def _was_trained(snapshot: Snapshot, sample: int) -> bool:
-    """Whether a normalisation layer, by its name, has weights other than all 1 or all 0, and a bias other than 0."""
-    size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
-    for weight, bias in weights_beside_biases(snapshot.names):
-        module, _, parameter = snapshot.names[weight].rpartition(".")
-        is_normalisation = parameter == "weight" and _NORMALISATION.search(module.rpartition(".")[2])
-        is_changed = sum_sq_P[bias] > 0 and sum_sq_P[weight] > 0 and sum_sq_P[weight] != size_P[weight] == size_P[bias]
-        if is_normalisation and is_changed:
-            return True
-    return False
-
-
-def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> list[str]:
-    """Return the names of the weights whose elements all have the same absolute value, other than 0.
-
-    Their root mean square is exactly a float32 number. That of random weights is so at most once in 10,000 layers; that
-    of an identity, with gain 1, is so too, and is left out. So are weights of 1 / fan-in, which take an average on
-    purpose, as DLinear's do at first.
-    """
-    found = []
-    for name, gain in gains.items():
-        place = snapshot.names.index(name)
-        size = float(snapshot.num_elements[sample, place])
-        rms = math.sqrt(float(snapshot.column(Column.PARAM_SUM_SQ)[sample, place]) / size)
-        is_exact = abs(rms - float(np.float32(rms))) < _EXACT * rms
-        is_on_purpose = abs(gain - 1.0) < 1e-3 or abs(gain**2 - rms) < 1e-3 * rms
-        if is_exact and size >= MIN_WEIGHTS and not is_on_purpose:
-            found.append(name)
-    return found
 
 
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> FloatArray | None:

@@ -1,9 +1,8 @@
-"""Rules for gradients that vanish, and for units without a gradient."""
+"""Rule for gradients that vanish."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -13,9 +12,9 @@ import numpy.typing as npt
 
 from .._analysis.depth import depth_trends
 from .._analysis.formatting import listing, number, worst_first
-from .._analysis.layers import MIN_WEIGHTS, dead_units, feed_nothing, is_held_up, modules_of, num_units, without_inputs
-from .._analysis.memory import ALIKE, PerName, Streaks
-from .._measure.columns import Column, FloatArray
+from .._analysis.layers import MIN_WEIGHTS, modules_of
+from .._analysis.memory import PerName, Streaks
+from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
@@ -23,10 +22,6 @@ from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, ShippedRule, finding
 
 # S samples, P watched parameters, L modules
 
-_CHANCE: Final = 1e-3  # probability that a layer lacks a gradient this long by chance, below which it is dead
-_AT_ONCE: Final = 0.25  # share of a layer's units; more do not die within one sample of a healthy training
-_MIN_UNITS: Final = 8  # smaller layers have all units off in two samples now and then
-_ARRIVED: Final = 1e-6  # share of the largest norm so far; below it the data is fitted, and layers may have no gradient
 _CERTAIN: Final = 5  # number of samples in a row that no healthy training has
 _FAINT: Final = 1e-20  # share of the largest gradient; one that cancels up to rounding has 1e-9, in float64 1e-17
 _ROUNDED: Final = 1e-7  # the same for weights, which do not cancel as biases may: float32 ends. Healthy: from 1e-4
@@ -36,7 +31,6 @@ _NOTHING: Final = 1e-12  # share of the parameters' norm; no training begins wit
 _SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # the smallest normal and the smallest positive float16
 _STEEP: Final = 1e6  # fall of the norm over the depth, as a factor, that needs only three samples
 _RECOVERED: Final = 0.25  # share of the steepest fall so far; a smaller fall belonged to the first steps and is over
-_MANY: Final = 0.9  # share of a layer's units that neither chance nor training switches off one by one
 _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
 # kind of finding -> (probable cause, remedy)
 _CAUSES: Final[dict[str, tuple[str, str]]] = {
@@ -195,220 +189,3 @@ def _is_coarse(snapshot: Snapshot, seen: Overview) -> bool:
     is_coarse_P &= largest_P < _SMALLEST_NORMAL
     size_P = np.where(largest_P > 0, seen.rows[:, Column.NUM_ELEMENTS], 0.0)
     return float(size_P.sum(where=is_coarse_P)) > 0.5 * float(size_P.sum())
-
-
-@dataclass(kw_only=True)
-class DeadGradient(ShippedRule):
-    """Raises the alert "Dead gradient" if the same units of a layer get no gradient in sample after sample.
-
-    The count of one sample means nothing: at a batch size of 1 half of all ReLU units are off in every sample, but
-    never the same half. The dead units are the same ones if their count varies less than it would by chance. Half of a
-    layer means nothing either: far from the input, where all samples look alike, each unit of an untrained layer is on
-    or off for all samples, half of them off, and training switches off more, one by one, while the others learn. So a
-    layer counts as dead if nine tenths of its units are dead, or if half of them are and have died at once.
-
-    A whole layer without any gradient raises the alert at the second sample if it never lacked one before and the layer
-    after it has inputs of 0. Layers that lack a gradient now and then, as experts do, and layers that the loss does not
-    use take longer, by Laplace's rule of succession. A layer whose input has become 0 raises the alert, too.
-
-    Args:
-        max_ratio: largest share of a layer's units that may die at once. Limits of 5 % or 20 %, as often recommended,
-            are too low: of an untrained `Linear(1, 32)` before a ReLU a quarter fires for no input in [-1, 1].
-        patience: number of samples in a row. LoRA's A and layers before a zero-initialised one are dead at first.
-    """
-
-    max_ratio: float = 0.5
-    patience: int = 10
-    # The dead ratios of the last samples, [P] each
-    _recent: deque[FloatArray] = field(default_factory=deque, init=False, repr=False)
-    _steps: deque[int] = field(default_factory=deque, init=False, repr=False)  # the steps of these samples
-    _largest: float = field(default=0.0, init=False)
-    _names: tuple[str, ...] = field(default=(), init=False, repr=False)
-    _dead: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules without any gradient
-    _empty: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules whose input is 0
-    _least: float = field(default=0.0, init=False, repr=False)
-
-    title: ClassVar[str] = "Dead gradient"
-    bounds: ClassVar[Bounds] = {"max_ratio": SHARE, "patience": FROM_1}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # The smallest limit for any size of a layer: it falls with the size, except where `_MANY` sets it.
-        self._least = float(self._by_chance(np.append(np.arange(1.0, 1.0 / (1.0 - _MANY) + 1), np.inf)).min())
-
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        names = snapshot.names
-        if names is not self._names and names != self._names:
-            places = [self._names.index(name) if name in self._names else -1 for name in names]
-            self._recent = deque(np.append(shares, np.nan)[places] for shares in self._recent)
-        self._names = names
-        modules = modules_of(names).names
-        for seen in snapshot.overview:
-            if not seen.norm > 0:  # NoGradient reports it
-                continue
-            self._largest = max(self._largest, seen.norm)
-            if seen.norm < _ARRIVED * self._largest:
-                continue
-            sample, num_elements = seen.place, seen.least[Column.NUM_ELEMENTS]
-            dead_P = (
-                seen.rows[:, Column.NUM_DEAD] / seen.rows[:, Column.NUM_ELEMENTS]
-                if num_elements > 0 and not seen.has_nonfinite
-                else snapshot.dead_ratio[sample]
-            )
-            self._recent.append(dead_P)
-            self._steps.append(seen.step)
-            if len(self._recent) > self.patience:
-                self._recent.popleft()
-                self._steps.popleft()
-            few_dead = seen.most[Column.NUM_DEAD] < self.max_ratio * num_elements
-            if few_dead or self._are_few(names, dead_P):  # the usual case; nothing is missing
-                self._dead.end(modules, 1)
-                self._empty.end(modules, 1)
-                continue
-            recent_NL = dead_units(names, np.stack(self._recent))
-            present_L, empty_now_L = ~np.isnan(recent_NL[-1]), without_inputs(names, dead_P)
-            dead_L = self._have_died(snapshot, sample, recent_NL[-1], present_L, empty_now_L)
-            dead_L = dead_L | self._are_the_same(snapshot, sample, recent_NL)
-            empty = self._empty.see(modules, empty_now_L, present_L)
-            if np.count_nonzero(dead_L):
-                yield self._alert(snapshot, sample, recent_NL[-1], np.flatnonzero(dead_L)[::-1].tolist())
-            elif empty is not None:
-                row_L, before_L, chance_L = empty
-                empty_L = empty_now_L & (chance_L < _CHANCE) & (row_L >= 2) & (before_L >= self.patience)
-                if empty_L.any():
-                    first = int(np.flatnonzero(empty_L)[0])
-                    yield self._empty_alert(seen.step, modules, first, int(row_L[first]), present_L)
-
-    def _are_few(self, names: tuple[str, ...], dead_P: FloatArray) -> bool:
-        """Whether no layer can be reported: each has fewer dead units than chance allows, and no new ones.
-
-        False if a gradient is missing.
-        """
-        largest = np.maximum.reduce(dead_P, initial=0.0)
-        if largest < self.max_ratio:
-            return True
-        if not largest < 1.0 or self.patience < 3:
-            return False
-        earlier_P = self._recent[0] if len(self._recent) == self.patience else dead_P
-        earlier_L, share_L = dead_units(names, np.array([earlier_P, dead_P]))
-        return bool(np.maximum.reduce(share_L) < self._least and np.maximum.reduce(share_L - earlier_L) <= _AT_ONCE)
-
-    def _have_died(
-        self,
-        snapshot: Snapshot,
-        sample: int,
-        share_L: FloatArray,
-        present_L: npt.NDArray[np.bool_],
-        empty_L: npt.NDArray[np.bool_],
-    ) -> npt.NDArray[np.bool_]:
-        """Return which layers have lacked any gradient for longer than chance explains: [L]."""
-        all_dead_L: npt.NDArray[np.bool_] = share_L == 1.0
-        seen = self._dead.see(modules_of(snapshot.names).names, all_dead_L, present_L)
-        if seen is None:
-            return all_dead_L
-        row_L, before_L, chance_L = seen
-        suddenly_L = all_dead_L & (row_L >= 2)
-        if suddenly_L.any():
-            never_L = suddenly_L & (before_L == 0)
-            # Dead units give the next layer inputs of 0. A loss that ignores an output in some samples (a clipped value
-            # loss, free bits, a satisfied hinge loss) makes the same zeros, but gives no layer inputs of 0.
-            chance_L = np.where(feed_nothing(all_dead_L, empty_L, present_L), chance_L, chance_L ** (1 / ALIKE))
-            suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(snapshot, sample, never_L)
-            suddenly_L &= ~(never_L & is_held_up(snapshot, sample))
-        return suddenly_L
-
-    def _are_the_same(self, snapshot: Snapshot, sample: int, recent: FloatArray) -> npt.NDArray[np.bool_]:
-        """Return which layers had too many dead units in all last samples, the same ones as their count is constant."""
-        has_many_L: npt.NDArray[np.bool_] = recent[-1] >= self.max_ratio
-        if len(recent) < self.patience or not np.count_nonzero(has_many_L):
-            return np.zeros_like(has_many_L)
-        size_L = num_units(snapshot, sample)
-        by_chance_L = self._by_chance(size_L)
-        risen_L = recent[-1] - (recent[0] if len(recent) > 2 else 0.0) > _AT_ONCE
-        if not np.count_nonzero(has_many_L & ((recent[-1] >= by_chance_L) | risen_L)):
-            return np.zeros_like(has_many_L)  # half of a narrow layer is often off
-        waiting_L = (recent == 1.0).all(axis=0) & is_held_up(snapshot, sample)
-        newest, earlier = recent[-2:], recent[:-2]
-        have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)
-        # The rise must exceed the earlier range: with steps between samples, units that die one by one rise far too.
-        largest_L, least_L = np.max(earlier, axis=0, initial=0.0), np.min(earlier, axis=0, initial=1.0)
-        have_died_L &= newest.min(axis=0) - largest_L > np.maximum(_AT_ONCE, largest_L - least_L)
-        # Ten samples in a row do not show how far the shares rise until a sample 100 steps later.
-        steps = list(self._steps)
-        have_died_L &= len(earlier) == 0 or steps[-2] - steps[-3] <= max(steps[-3] - steps[0], 1)
-        have_died_L &= newest.max(axis=0) < 1.0  # `_have_died` finds whole layers
-        have_died_L[-1] = False  # after the last layer comes the loss: its units may be outputs out of use
-        same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
-        is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L
-        return is_told_L
-
-    def _by_chance(self, size_L: FloatArray) -> FloatArray:
-        """Return the share of dead units below which layers of these sizes may have them by chance: [L]."""
-        # Four standard deviations above the mean of this many coin tosses; in a layer of a few units all must be dead.
-        coins_L = np.minimum(self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9)
-        by_chance_L: FloatArray = np.maximum(coins_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
-        return by_chance_L
-
-    @staticmethod
-    def _from_the_start(snapshot: Snapshot, sample: int, dead_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return `dead_L` if these are all layers from the input up to one and no zero weight explains it; else none.
-
-        Gradients do not pass a weight that is 0 at first, and a few units may be off by chance.
-        """
-        num = int(np.argmin(dead_L)) if not dead_L.all() else 0
-        is_waiting = np.isnan(snapshot.param_norm[sample]).any() or is_held_up(snapshot, sample)
-        if not num or dead_L[num:].any() or is_waiting or num_units(snapshot, sample)[num - 1] < _MIN_UNITS:
-            return np.zeros_like(dead_L)
-        return dead_L
-
-    def _alert(self, snapshot: Snapshot, sample: int, share_L: FloatArray, dead: list[int]) -> Alert:
-        step, modules = int(snapshot.steps[sample]), modules_of(snapshot.names)
-        first = {int(place): name for name, place in zip(snapshot.names[::-1], modules.of_parameter[::-1], strict=True)}
-        fact = (
-            f"Step {step}: the same units of {len(dead)} of {len(modules.names)} layers, more than "
-            f"{100 * self.max_ratio:.0f} % of each, have no gradient in sample after sample; of these layers "
-            f"{first[dead[0]]} is nearest to the output."
-        )
-        layers = listing(dead, lambda index: f"{first[index]} {100 * share_L[index]:.0f} %")
-        cause = (
-            "not clear: either dead units (ReLUs that never fire, or a layer whose output is multiplied by 0 or not "
-            "used), or a softmax or a gate after them that is saturated; their outputs tell them apart"
-        )
-        remedy = (
-            "check what follows the layer nearest to the output (masks, dropout, its use), its bias and its "
-            "initialisation; lower the learning rate, use LeakyReLU or GELU"
-        )
-        # For a first layer without a bias, inputs of 0 look like an output that is multiplied by 0.
-        front = np.flatnonzero(~np.isnan(share_L))[:2].tolist()
-        if front[0] in dead and front[-1] not in dead and not modules.has_bias[front[0]]:
-            cause = (
-                "not clear: either dead units in the first layer, or the data has changed: the layers after this one, "
-                "which has no bias, get their gradients; a look at the batch tells them apart"
-            )
-        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
-
-    def _empty_alert(
-        self, step: int, modules: tuple[str, ...], place: int, num: int, present_L: npt.NDArray[np.bool_]
-    ) -> Alert:
-        fact = (
-            f"Step {step}: for {num} samples the weights of {modules[place]} have had no gradient while its bias has "
-            "one: every input of this layer is 0."
-        )
-        if place == int(np.argmax(present_L)):
-            cause = (
-                "not clear: either the data has changed, or a mask or dropout multiplies it by 0: this layer is the "
-                "first, and its inputs are all 0; a look at the batch tells them apart"
-            )
-            remedy = "check the data, its loading and its normalisation, and masks and dropout on the inputs"
-        else:
-            cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
-            remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
-
-
-def _alike(share_NL: FloatArray, size_L: FloatArray) -> npt.NDArray[np.bool_]:
-    """Whether the shares vary less from sample to sample than those of independent units would: [L]."""
-    mean_L = share_NL.mean(axis=0)
-    with np.errstate(invalid="ignore"):
-        alike: npt.NDArray[np.bool_] = np.ptp(share_NL, axis=0) <= np.sqrt(mean_L * (1 - mean_L) / size_L)
-    return alike
