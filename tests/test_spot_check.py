@@ -123,6 +123,19 @@ def test_a_healthy_training_is_sampled_at_the_same_steps_as_without_checks(clock
     assert train(clock, plain, [3, 4]).steps.tolist() == checked
 
 
+def test_another_optimizer_is_checked_by_a_parameter_of_its_own(clock):
+    model = Chosen(a=2, b=2)
+    watcher, sink = watch(model, sample_every=None, log_every=50)
+    for number in range(1, STEPS + 1):
+        clock[0] += STEP
+        if number in (1, STEPS // 2):
+            optimizer = SGD(model.parameters() if number == 1 else [model.b, model.a], lr=0.0)
+        optimizer.zero_grad()
+        model.loss(a=[3, 4], b=[300, 400] if number == FAULTY else [1, 1]).backward()
+        optimizer.step()
+    assert FAULTY not in samples(watcher, sink).steps  # it begins at b, but a is nearer to the input
+
+
 @pytest.mark.parametrize("change", ["sparse", "removed", "half"])
 def test_a_gradient_that_can_no_longer_be_read_is_not_read(clock, change):
     model = Chosen(a=2, b=2)

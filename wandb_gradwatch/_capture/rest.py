@@ -37,7 +37,7 @@ class Rest:
         self._parts, self._clock, self._sample, self.boundary = parts, parts.clock, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
         self._chosen: SpotCheck | None = None
-        self._chosen_for = -1  # the version of the registry for which `_chosen` was chosen
+        self._chosen_for = (-1, -1)  # the registry's version and the optimizer's key for which `_chosen` was chosen
 
     def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
         """Record which optimizers have made a sample."""
@@ -86,13 +86,13 @@ class Rest:
 
     def _spot_check_of(self, optimizer: Optimizer) -> SpotCheck | None:
         """Return the check between samples; None if the user chose the samples, or if gradients change unseen."""
-        parts, version = self._parts, self._parts.registry.version
+        parts = self._parts
         if not parts.schedule.may_add_samples or self._sample.gradients_change or SCALES.last_used is not None:
             return None
         if parts.thread.has_company:  # another thread's backward may write to the gradient
             return None
-        if self._chosen_for != version:
-            self._chosen_for = version
+        if self._chosen_for != (now := (parts.registry.version, parts.optimizers.key(optimizer))):
+            self._chosen_for = now
             self._chosen = spot_check_of(optimizer, parts.optimizers.entries(optimizer))
         if self._chosen is not None:
             parts.schedule.plan(self._chosen)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Final
 
 import torch
@@ -53,7 +54,7 @@ class SpotCheck:
         parameters = optimizer.param_groups[self._group]["params"] if self._group < len(optimizer.param_groups) else ()
         gradient = parameters[self._place].grad if self._place < len(parameters) else None
         if gradient is not None and not _is_readable(gradient):
-            return False  # the parameter was moved
+            return False  # the parameter was moved, or replaced in the optimizer
         norm = 0.0 if gradient is None else _norm(gradient)
         is_finite, usual = math.isfinite(norm), self._usual
         is_usual = is_finite and (self._num_checks < _LEARNS or _FALLS * usual <= norm <= _RISES * usual)
@@ -71,9 +72,9 @@ class SpotCheck:
 def spot_check_of(optimizer: Optimizer, entries: Sequence[Entry]) -> SpotCheck | None:
     """Return the check of the first suitable gradient of these parameters in the model's order; None without one."""
     rms: dict[int, float] = {}
-    for _, parameter in entries:
+    for _, parameter in sorted(entries, key=itemgetter(0)):  # an optimizer's groups may have another order
         gradient = parameter.grad
-        if gradient is not None and 1 < gradient.numel() <= _LARGEST and _is_readable(gradient):
+        if gradient is not None and _is_readable(gradient):
             rms[id(parameter)] = _norm(gradient) / math.sqrt(gradient.numel())
     largest = max(rms.values(), default=0.0)
     chosen = next((key for key, value in rms.items() if value > _ROUNDING * largest), None)
@@ -85,8 +86,9 @@ def spot_check_of(optimizer: Optimizer, entries: Sequence[Entry]) -> SpotCheck |
 
 
 def _is_readable(gradient: Tensor) -> bool:
-    """Whether the norm can be read without waiting for a device, and without overflow in half precision."""
-    return gradient.is_cpu and gradient.layout == torch.strided and gradient.dtype in (torch.float32, torch.float64)
+    """Whether the norm can be read quickly, without waiting for a device, and without overflow in half precision."""
+    is_dense = gradient.is_cpu and gradient.layout == torch.strided
+    return is_dense and gradient.dtype in (torch.float32, torch.float64) and 1 < gradient.numel() <= _LARGEST
 
 
 def _norm(gradient: Tensor) -> float:
