@@ -158,8 +158,8 @@ def test_a_gradient_that_can_no_longer_be_read_is_not_read(clock, change):
     samples(watcher, sink)
 
 
-def test_checks_take_a_fifth_of_the_budget(clock, monkeypatch):
-    """One percent of a step of 5 ms is 50 us. A fifth of that pays a check of 100 us at every tenth step."""
+def test_checks_take_a_tenth_of_the_budget(clock, monkeypatch):
+    """One percent of a step of 5 ms is 50 us. A tenth of that pays a check of 100 us at every 20th step."""
     finds, num_checks = SpotCheck.finds, []
 
     def slow(self, optimizer) -> bool:
@@ -171,7 +171,8 @@ def test_checks_take_a_fifth_of_the_budget(clock, monkeypatch):
 
     monkeypatch.setattr(SpotCheck, "finds", slow)
     train(clock, plain, [3, 4])
-    assert 0.5 * STEPS / 10 < len(num_checks) < 1.2 * STEPS / 10
+    late = [at for at in num_checks if at > num_checks[-1] / 2]  # the cost of a check is known by then
+    assert 5 <= len(late) <= STEPS / 2 / 20
 
 
 class Told:

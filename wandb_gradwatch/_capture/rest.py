@@ -7,6 +7,7 @@ watched parameters.
 
 from __future__ import annotations
 
+import math
 import time
 from threading import get_ident
 from typing import Final
@@ -37,6 +38,7 @@ class Rest:
         self._parts, self._clock, self._sample, self.boundary = parts, parts.clock, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
         self._chosen: SpotCheck | None = None
+        self._check_at = math.inf  # the step of the next check
         self._chosen_for = (-1, -1)  # the registry's version and the optimizer's key for which `_chosen` was chosen
 
     def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
@@ -65,6 +67,8 @@ class Rest:
         # It ends the rest before a step or a clipping whose gradient it finds unusual.
         self._spot_check = self._spot_check_of(optimizer) if len(keys) == 1 else None
         self._has_found = False  # whether it has found one
+        check = self._spot_check
+        self._check_at = math.inf if check is None else min(self._check_at, self._clock.step + check.every)
         parts.clock.discard()
         parts.take_off_hooks(is_alone=not parts.thread.has_company)
         parts.wiring.forget_gradients()
@@ -128,7 +132,7 @@ class Rest:
         if (maker := self._makers.get(optimizer)) is None:
             self._num_stray += 1
             return self._under_way is not None and self._num_stray < _STRAY and get_ident() == self._thread
-        if self._finds(optimizer, at_clipping=False):
+        if self._clock.step + 1 >= self._check_at and self._finds(optimizer, at_clipping=False):
             return False
         self._under_way, self._num_stray = maker, 0
         if maker[1].scaler is not None:
@@ -138,6 +142,8 @@ class Rest:
 
     def finds_at_clipping(self) -> bool:
         """One of torch's functions is about to clip gradients. Returns whether the rest is over."""
+        if self._clock.step + 1 < self._check_at:
+            return False
         began = time.perf_counter()
         finds = any([self._finds(one, at_clipping=True) for one in self._makers])
         self.seconds_spent += time.perf_counter() - began
@@ -145,7 +151,8 @@ class Rest:
 
     def _finds(self, optimizer: Optimizer, *, at_clipping: bool) -> bool:
         check = self._spot_check
-        if check is not None and at_clipping == check.at_clipping and check.is_due(self._clock.open_step):
+        if check is not None and at_clipping == check.at_clipping:
+            self._check_at = self._clock.open_step + check.every
             self._has_found = check.finds(optimizer)
         return self._has_found
 

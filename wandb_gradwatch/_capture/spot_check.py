@@ -37,16 +37,10 @@ class SpotCheck:
         self._usual = 0.0
         self._num_checks = 0
         self._has_told = self._has_told_nonfinite = False  # since the last usual norm
-        self._last_step = -1
         self.every = 1  # number of steps between checks
         self.is_covered = False  # whether the budget covers a sample; if not, only what is not finite is found
         self.at_clipping = False  # whether torch's functions clip: the check comes before them, not before the step
         self.seconds = 1e-5  # that a check takes
-
-    def is_due(self, step: int) -> bool:
-        """Whether this step is to be checked, and was not checked yet."""
-        is_due, self._last_step = step % self.every == 0 and step != self._last_step, step
-        return is_due
 
     def finds(self, optimizer: Optimizer) -> bool:
         """Whether the step that the optimizer is about to make should be sampled: its gradient has become unusual."""
