@@ -837,3 +837,13 @@ def test_a_first_layer_without_a_bias_that_dies_alone_may_be_given_nothing(
     alert, *_ = DeadGradient().check(samples)
     assert (alert.step, "the data has changed" in alert.text) == (30, is_data)
     assert "either dead units" in alert.text
+
+
+def test_the_state_from_before_a_nan_is_restored_after_it() -> None:
+    """After a rollback: a step number has replaced the infinity that says that no step was seen."""
+    before, rule = FastParameters(), FastParameters()
+    broken = sample_of({"a.weight": np.full(300, np.nan)}, parameters={"a.weight": np.full(300, np.nan)}, step=1)
+    list(rule.check(broken))
+    assert rule.state_dict() != before.state_dict()
+    rule.load_state_dict(before.state_dict())
+    assert rule.state_dict() == before.state_dict()

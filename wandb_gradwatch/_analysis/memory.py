@@ -60,7 +60,7 @@ def _restored(now: Any, value: Any) -> Any:
         return deque(items, now.maxlen) if isinstance(now, deque) else type(now)(items)
     if isinstance(now, dict):
         return copy.deepcopy(dict(value))
-    return type(now)(value)
+    return set(value) if isinstance(now, set) else value
 
 
 class PerName:
