@@ -11,7 +11,10 @@ import torch
 from gradients import Chosen, of, samples, watch
 
 from wandb_gradwatch._capture import rest
+from wandb_gradwatch._capture.cadence import Budget, Cadence
+from wandb_gradwatch._capture.clock import SampleClock
 from wandb_gradwatch._capture.measurer import Measurer
+from wandb_gradwatch._capture.schedule import Schedule
 from wandb_gradwatch._capture.spot_check import SpotCheck
 
 SGD = torch.optim.SGD
@@ -218,3 +221,16 @@ def test_the_first_gradients_only_show_what_is_usual():
     told.check = SpotCheck(0, 0)
     told.check.is_covered = True
     assert told(1.0, 100.0, 0.0, math.nan) == [False, False, False, True]
+
+
+def test_a_rise_is_sampled_in_debt_too_but_once_in_a_thousand_steps():
+    steps = SampleClock()
+    schedule, check, covered = Schedule(steps, Cadence(None), Budget(0.01)), SpotCheck(0, 0), []
+    schedule.start(0.0, 0.0)
+    schedule.add_sample(1, skipped=False, now=2000.0, seconds_spent=1000.0)  # of which one percent would be 10
+    for steps.step in (10, 500, 1010, 1011):
+        schedule.plan(check)
+        covered.append(check.is_covered)
+        if steps.step == 10:
+            schedule.sample_now()  # at step 11
+    assert covered == [True, False, False, True]

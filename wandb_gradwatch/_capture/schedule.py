@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch.distributed.distributed_c10d import Store
 
 from .._runtime.autograd import Entry
-from .cadence import Budget, Cadence, Plan
+from .cadence import LONGEST, Budget, Cadence, Plan
 from .clock import SampleClock
 from .spot_check import SpotCheck
 
@@ -42,6 +42,7 @@ class Schedule:
         self.last_sample = clock.step
         self._plan = self._own_plan = _UNPLANNED
         self.ranks: RankPlans | None = None  # shares the plan of rank 0; None: every rank uses its own
+        self._last_found = -LONGEST  # the step that a spot check has found last
         self._next_sample = clock.open_step  # used if the budget decides
         # Since the last sample, not part of its cost: writing rows, and counting the steps in between.
         self.seconds_on_rows = self.seconds_on_counting = 0.0
@@ -160,12 +161,13 @@ class Schedule:
 
     def plan(self, check: SpotCheck) -> None:
         """Decide how often a spot check is made until the next sample, and whether the budget covers what it finds."""
-        check.every, check.is_covered = self._budget.checks_every(check.seconds), self._budget.is_covered
+        is_rare = self._clock.step >= self._last_found + LONGEST  # one sample in so many steps, even in debt
+        check.every, check.is_covered = self._budget.checks_every(check.seconds), self._budget.is_covered or is_rare
 
     def sample_now(self) -> None:
         """Sample the step that is opened next, and those after it as far as the budget allows: a spot check has found
         something."""
-        self._next_sample = self._clock.open_step
+        self._next_sample = self._last_found = self._clock.open_step
         self._budget.look_closely()
 
     def distrust_versions(self) -> None:
