@@ -227,7 +227,7 @@ def test_a_rise_is_sampled_in_debt_too_but_once_in_a_thousand_steps():
     steps = SampleClock()
     schedule, check, covered = Schedule(steps, Cadence(None), Budget(0.01)), SpotCheck(0, 0), []
     schedule.start(0.0, 0.0)
-    schedule.add_sample(1, skipped=False, now=2000.0, seconds_spent=1000.0)  # of which one percent would be 10
+    schedule.add_sample(1, skipped=False, now=2.0, seconds_spent=1.99)  # of a step of 0.01 s
     for steps.step in (10, 500, 1010, 1011):
         schedule.plan(check)
         covered.append(check.is_covered)
