@@ -19,11 +19,11 @@ from grad_samples import of_norms
 from gradients import Chosen, watch
 
 from wandb_gradwatch._diagnosis import with_diagnosis
-from wandb_gradwatch._diagnosis.onset import which_moved_first
+from wandb_gradwatch._diagnosis.onset import rate_rise, which_moved_first
 from wandb_gradwatch._runtime.autograd import backward_root
 from wandb_gradwatch.rules import Alert, LossSpike, NonFiniteLoss, default_rules
 from wandb_gradwatch.sinks._history_row import HistoryRow
-from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.snapshot import Snapshot, keys
 
 LOSS, NUM_NONFINITE = "gradwatch/loss", "gradwatch/num_nonfinite_loss"
 
@@ -280,6 +280,30 @@ def test_an_alert_says_whether_the_gradient_or_the_loss_moved_first(
     assert (said in with_diagnosis(alert, history).text.splitlines()) == bool(said)
     assert which_moved_first(replace(history, metrics={})) == ""
     assert which_moved_first(of_losses(losses[:11], norms[:11])) == ""
+
+
+def test_a_loss_that_is_unknown_has_not_moved() -> None:
+    history = of_losses(
+        [2 + 0.1 * math.sin(step) for step in range(30)], [*(1 + 0.1 * math.cos(step) for step in range(29)), 50.0]
+    )
+    unknown = np.append(history.metrics[keys.LOSS][:-1], np.nan)
+    history = replace(history, metrics={keys.LOSS: unknown})
+    assert which_moved_first(history) == "The gradient norm left its usual level at step 30 (50)."
+
+
+@pytest.mark.parametrize(
+    ("steps", "rates", "rises"),
+    [
+        ([8, 9, 10, 11], [0.8, 0.9, 1.0, 5.0], True),
+        ([8, 9, 10, 75], [0.8, 0.9, 1.0, 7.5], False),  # a linear warm-up, of which 64 steps were not measured
+        ([8, 9, 10, 75], [0.8, 0.9, 1.0, 30.0], True),  # three times as high as a warm-up goes, and more
+    ],
+)
+def test_a_warm_up_between_samples_is_no_rise_of_the_learning_rate(
+    steps: list[int], rates: list[float], rises: bool
+) -> None:
+    history = replace(of_losses([1.0] * 4), steps=np.array(steps), metrics={keys.LEARNING_RATE: np.array(rates)})
+    assert (rate_rise(history) is not None) == rises
 
 
 def test_a_backward_that_is_seen_from_another_thread_leaves_no_reference_to_its_loss():

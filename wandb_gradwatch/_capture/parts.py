@@ -75,9 +75,8 @@ class CaptureParts:
         self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due at the open step
         self.shards = Shards()
         self.thread = boundary.thread
-        self._followed = (
-            self._version
-        ) = -1  # `registry.changes` and `registry.version` when parameters were last hooked
+        # `registry.changes` and `registry.version` when parameters were last hooked
+        self._followed = self._version = -1
         self.optimizers = OptimizerRegistry(registry, self.clock, config.optimizer)
         self.seen = GradientVersions()  # the versions of the open sample's gradients
         self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)

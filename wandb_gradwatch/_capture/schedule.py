@@ -190,6 +190,7 @@ class Schedule:
         self._num_samples = int(state["num_samples"])
         self._samples_in_window = int(state["samples_in_window"])
         self.last_sample = self._last_compared = self._clock.step
+        self._last_found = self._clock.step - LONGEST
         self._next_sample = self._clock.open_step
         self._budget.look_closely()  # the first steps show what the rollback or restart changed
         self.open()
