@@ -1,4 +1,4 @@
-"""The preallocated memory of a window on one device: the open sample's rows and the window's histogram."""
+"""The memory of a window on one device: the open sample's rows and the window's histogram."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples since the last flush: preallocated on each device, committed at a step, received without waiting.
+"""The samples since the last flush: on each device, committed at a step, received without waiting.
 
     write(slots, measurement)   write rows of the open sample; the last write counts
     commit(sample)              the open sample is complete: start the transfer of its rows to the host
