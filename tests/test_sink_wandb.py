@@ -436,6 +436,19 @@ def test_a_script_that_never_logs_keeps_its_summary_fresh_and_is_told_once(offli
     )
 
 
+def test_a_script_that_logs_every_row_pays_for_no_summary_although_a_table_of_an_alert_is_in_the_queue(
+    offline_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = WandbSink(offline_run)
+    updates: list[object] = []
+    monkeypatch.setattr(type(offline_run.summary), "update", lambda _, values: updates.append(values))
+    sink.log_table(["step", "name"], [[0, "a"]])  # from now on one row of ours more than the script's own is queued
+    for step in range(5):
+        sink.write(window({"a": [1.0]}, first_step=step))
+        offline_run.log({"loss": 1.0})
+    assert updates == []
+
+
 @pytest.mark.parametrize("trouble", ["500", "drop"])
 def test_a_server_in_trouble_loses_nothing(start_run: Any, loopback: Any, trouble: Any) -> None:
     run = start_run(server=loopback)

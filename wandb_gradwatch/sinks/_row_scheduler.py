@@ -111,6 +111,7 @@ class RowScheduler:
         self._forget_exit: Callable[[], None] = lambda: None
         self._is_placing = False  # whether the next part is being logged
         self._calls_at_last_put = -1
+        self.is_starved = False  # the user has logged nothing between the last two rows, so that rows are queued
         self._seconds = 0.0
         self._log: Callable[..., None] = getattr(run, "_log", run.log)
         self._sees_calls = hasattr(run, "_log") and not self._shared
@@ -142,13 +143,13 @@ class RowScheduler:
             self._put_into_open_row(owner, row)
             return
         self._waiting.put(owner, row)
+        has_called = self._calls_at_last_put != self.num_user_calls
+        self._calls_at_last_put = self.num_user_calls
+        self.is_starved = not has_called and self._waiting.has_several_of(owner)
         if commit or self._shared:
             self._log_all()
-        elif not self._sees_calls or (
-            self._calls_at_last_put == self.num_user_calls and self._waiting.has_several_of(owner)
-        ):
+        elif not self._sees_calls or self.is_starved:
             self._log_where_nothing_of_ours_is()
-        self._calls_at_last_put = self.num_user_calls
 
     def before_end(self, owner: object, callback: Callable[[], object]) -> None:
         """Register a callback for once before the run ends, when `put` still works."""

@@ -145,7 +145,7 @@ class WandbSink(Sink):
         self._tell_order(list(grouped.names))
         row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace)
         row_scheduler.put(self, row, commit=self._commit)
-        if row_scheduler.num_waiting > 1 and not row_scheduler.is_unanswered:
+        if row_scheduler.is_starved and row_scheduler.num_waiting > 1 and not row_scheduler.is_unanswered:
             self._show_newest(row, row_scheduler)
 
     @property
