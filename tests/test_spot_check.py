@@ -10,7 +10,7 @@ import pytest
 import torch
 from gradients import Chosen, of, samples, watch
 
-from wandb_gradwatch._capture import rest
+from wandb_gradwatch._capture import rest, spot_check
 from wandb_gradwatch._capture.cadence import Budget, Cadence
 from wandb_gradwatch._capture.clock import SampleClock
 from wandb_gradwatch._capture.measurer import Measurer
@@ -161,21 +161,21 @@ def test_a_gradient_that_can_no_longer_be_read_is_not_read(clock, change):
     samples(watcher, sink)
 
 
-def test_checks_take_a_tenth_of_the_budget(clock, monkeypatch):
-    """One percent of a step of 5 ms is 50 us. A tenth of that pays a check of 30 us, which costs 90, at every 18th."""
-    finds, num_checks = SpotCheck.finds, []
+def test_checks_take_a_tenth_of_the_budget_with_what_they_cost_afterwards(clock, monkeypatch):
+    """One percent of a step of 5 ms is 50 us. A tenth of that pays a check of 10 us, which costs 30, at every 6th."""
+    norm, checks = spot_check._norm, []
 
-    def slow(self, optimizer) -> bool:
-        num_checks.append(clock[0])
-        found = finds(self, optimizer)
-        clock[0] += 3e-5
-        self.seconds = 3e-5  # measured inside, where the clock stands still
-        return found
+    def slow(gradient) -> float:
+        checks.append(clock[0])
+        clock[0] += 1e-5
+        return norm(gradient)
 
-    monkeypatch.setattr(SpotCheck, "finds", slow)
-    train(clock, plain, [3, 4])
-    late = [at for at in num_checks if at > num_checks[-1] / 2]  # the cost of a check is known by then
-    assert 5 <= len(late) <= STEPS / 2 / 18
+    monkeypatch.setattr(spot_check, "_norm", slow)
+    snapshot = train(clock, plain, [3, 4])
+    late = [at for at in checks if at > checks[-1] / 2]  # the cost of a check is known by then
+    assert 20 <= len(late) <= STEPS / 2 / 6
+    spent = len(snapshot) * SAMPLE + len(checks) * 3e-5
+    assert snapshot.overhead_ratio * clock[0] == pytest.approx(spent, rel=0.01)
 
 
 class Told:

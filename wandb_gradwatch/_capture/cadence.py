@@ -117,7 +117,6 @@ class Budget:
     _SAVED: Final = 0.1  # share of the credit that is saved for bursts
     _ON_CREDIT: Final = 8  # number of consecutive samples in a burst while the first steps may make debt
     _FOR_CHECKS: Final = 0.1  # share of the credit for spot checks
-    _COLD: Final = 3.0  # time that a check costs / that it takes itself: it drives the training out of the caches
     _FOR_SAMPLES: Final = 0.5  # the least share of the credit for samples, however much counting steps costs
 
     def __init__(self, max_overhead: float) -> None:
@@ -152,9 +151,9 @@ class Budget:
         return self.is_covered and self._burst_left > 0
 
     def checks_every(self, seconds: float) -> int:
-        """Return the steps between spot checks that take so many seconds each: they get a tenth of the credit."""
+        """Return the steps between spot checks that cost so many seconds each: they get a tenth of the credit."""
         earned_per_step = self._limit * statistics.median(self._step_seconds)
-        return max(math.ceil(self._COLD * seconds / (self._FOR_CHECKS * earned_per_step)), 1)
+        return max(math.ceil(seconds / (self._FOR_CHECKS * earned_per_step)), 1)
 
     def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_counting: float) -> Plan:
         """Account for a sample, and return the plan for the next one.

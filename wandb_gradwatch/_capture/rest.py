@@ -154,6 +154,7 @@ class Rest:
         if check is not None and at_clipping == check.at_clipping:
             self._check_at = self._clock.open_step + check.every
             self._has_found = check.finds(optimizer)
+            self.seconds_spent += check.seconds_afterwards
         return self._has_found
 
     def ends(self, optimizer: Optimizer) -> bool:

@@ -23,6 +23,7 @@ _LARGEST: Final = 4096  # number of elements; the check of a larger gradient cos
 _RISES, _FALLS = 4.0, 1e-3  # multiples of the usual norm: in 237 of 262 healthy trainings at most one check is beyond
 _DECAY: Final = 0.98  # of the usual norm, the largest one so far, at each check
 _LEARNS: Final = 8  # number of checks that find only what is not finite
+_AFTERWARDS: Final = 2.0  # the time that the training then loses, because its data left the caches / that of a check
 _ROUNDING: Final = 1e-3  # share of the largest root mean square; a later normalisation cancels a smaller gradient
 
 
@@ -40,7 +41,8 @@ class SpotCheck:
         self.every = 1  # number of steps between checks
         self.is_covered = False  # whether the budget covers a sample; if not, only what is not finite is found
         self.at_clipping = False  # whether torch's functions clip: the check comes before them, not before the step
-        self.seconds = 1e-5  # that a check takes
+        self.seconds = 3e-5  # that a check costs on average
+        self.seconds_afterwards = 0.0  # the part of the last check's cost that the training loses after it
 
     def finds(self, optimizer: Optimizer) -> bool:
         """Whether the step that the optimizer is about to make should be sampled: its gradient has become unusual."""
@@ -59,7 +61,9 @@ class SpotCheck:
         self._has_told_nonfinite = not is_usual and (self._has_told_nonfinite or not is_finite)
         if is_finite and (is_usual or self._has_told):  # otherwise the norm stays unusual until a sample is covered
             self._usual, self._num_checks = max(norm, _DECAY * usual), self._num_checks + 1
-        self.seconds += 0.1 * (time.perf_counter() - began - self.seconds)
+        seconds = time.perf_counter() - began
+        self.seconds_afterwards = _AFTERWARDS * seconds
+        self.seconds += 0.1 * (seconds + self.seconds_afterwards - self.seconds)
         return finds
 
 
