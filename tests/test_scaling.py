@@ -142,6 +142,28 @@ def test_one_scaler_for_several_optimizers():
     assert snapshot.total_grad_norm.tolist() == [5, 5, 5]
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+def test_two_watchers_of_one_optimizers_models_both_divide_by_the_scale(unscale):
+    models = Chosen(a=2), Chosen(a=2)
+    optimizer, scaler = SGD([model.a for model in models], lr=0.1), scaler_of()
+    watched = [watch(model) for model in models]
+    for number in range(4):
+        optimizer.zero_grad()
+        scaler.scale(models[0].loss(a=[3, 4]) + models[1].loss(a=[6, 8])).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        if unscale and number % 2:
+            optimizer.step()  # the loop steps by itself what a scaler has divided
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+    for (watcher, sink), norm in zip(watched, (5, 10), strict=True):
+        snapshot = samples(watcher, sink)
+        assert snapshot.total_grad_norm.tolist() == [norm] * 4
+        assert snapshot.loss_scale.tolist() == [SCALE] * 4
+        assert not snapshot.skipped.any()
+
+
 def test_an_optimizer_without_the_scaler_is_not_divided():
     model = Chosen(a=1, b=1)
     scaled, plain, scaler = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1), scaler_of()

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from ._capture.cadence import Budget, Cadence, SampleEvery
 from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
-from ._capture.parts import CaptureConfig, LossScale, MeasureOptions
+from ._capture.parts import CaptureConfig, MeasureOptions
+from ._capture.scaling import GivenScale
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend
@@ -65,7 +66,7 @@ def watch(
     dead_threshold: float = 0.0,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
-    loss_scale: LossScale | None = None,
+    loss_scale: GivenScale | None = None,
     start_step: int = 0,
     backend: str = "auto",
 ) -> Watcher:

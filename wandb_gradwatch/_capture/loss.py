@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -25,34 +23,29 @@ class SampleLoss:
         self._pending: tuple[Number, int] | None = None
         self._sample: tuple[Number, int] | None = None
         self._seen: Number | None = None  # sum of the tensors that the sample's backwards were called on
-        self._assumed: Tensor | None = None  # the divisor of `_seen`, while it is not known which scaler steps
 
-    def see(self, root: Tensor, scale: Tensor | None, is_assumed: bool) -> None:
+    def see(self, root: Tensor, scale: Tensor | None) -> None:
         """Add the tensor of one element that a backward of the open sample was called on, divided by its scale.
 
-        With `is_assumed`, the scale is that of the scaler last used, until the first step shows which scaler it is. A
-        loss in host memory with a scale on a device is ignored: the host would have to wait for the scale.
+        A loss in host memory with a scale on a device is ignored: the host would have to wait for the scale.
         """
         one = _value_of(root)
         if scale is not None:
             if not isinstance(one, Tensor) and scale.device.type != "cpu":
                 return
             one = _divided(one, scale)
-            self._assumed = scale.clone() if is_assumed else None
         self._seen = one if self._seen is None else _sum(self._seen, one)
 
     def add(self, value: Tensor, *, is_share: bool) -> None:
         """Add a value of one element. Shares (`is_share`) add up to the loss of the step."""
         self._pending = _together(self._pending, (_value_of(value), 0 if is_share else 1))
 
-    def no_scaler_steps(self, scale_by_hand: Callable[[torch.device], Tensor | None]) -> None:
-        """Undo the division by an assumed scaler's scale, as no scaler steps, and divide by `loss_scale` if given."""
-        if self._assumed is not None and self._seen is not None:
-            seen, assumed = self._seen, self._assumed
-            self._seen = seen * (onto(assumed, seen.device) if isinstance(seen, Tensor) else _value_of(assumed))
-            if (scale := scale_by_hand(self._assumed.device)) is not None:
-                self._seen = _divided(self._seen, scale)
-        self._assumed = None
+    def rescale(self, factor: Tensor) -> None:
+        """Multiply what the backwards have shown: their tensors were divided by the wrong scale."""
+        if isinstance(self._seen, Tensor):
+            self._seen = self._seen * onto(factor, self._seen.device)
+        elif self._seen is not None:
+            self._seen *= _value_of(factor)
 
     def settle(self) -> None:
         """Move the pending values to the open sample."""
@@ -68,7 +61,7 @@ class SampleLoss:
 
     def forget(self) -> None:
         """Forget the loss of the closed sample. Pending values belong to the next one."""
-        self._sample = self._seen = self._assumed = None
+        self._sample = self._seen = None
 
 
 def _value_of(tensor: Tensor) -> Number:

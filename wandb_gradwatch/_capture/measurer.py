@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from numbers import Real
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -22,12 +20,10 @@ from .._measure.elements import onto
 from .._measure.events import Event
 from .._measure.measure import measure, measure_received
 from .._runtime.autograd import Entry
-from .._runtime.error_boundary import CallbackError
-from .._runtime.notices import CannotWatchError
 from .._runtime.sharding import local_gradient, local_part
 from .parts import CaptureParts, MeasureOptions
 from .probes import Probe, WatchedTensor
-from .scaling import SCALES, scale_tensor
+from .scaling import LOSS, SCALERS, pending_inverse_scale
 
 _MAX_UNREAD: Final = 256  # pairs of events; a device with more is not timed until it has caught up
 
@@ -93,16 +89,14 @@ class Measurer:
 
     def __init__(self, parts: CaptureParts, options: MeasureOptions, timer: DeviceTimer) -> None:
         self._parts, self._options, self._timer = parts, options, timer
-        self._window, self._optimizer_registry, self._seen = parts.window, parts.optimizers, parts.seen
+        self._window, self._seen, self._loss_scale = parts.window, parts.seen, parts.loss_scale
         self.eps = 0.0  # the coarsest machine epsilon among gradients measured twice in the open sample
-        self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, if a scaler is in use
-        self._answer: tuple[int, float | Tensor | None] = (-1, None)  # last step and result of a loss_scale function
 
     def begin_sample(self) -> None:
         """Forget the gradients of the previous sample."""
         self.eps = 0.0
         self._seen.clear()
-        self._assumed_scaler.clear()
+        self._loss_scale.assumed.clear()
 
     def measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
         """Measure gradients that are not clipped yet, and, if whole rows are read, their parameters; tell the probes.
@@ -113,12 +107,12 @@ class Measurer:
         """
         still_scaled = scaled if received_by is None else getattr(received_by, "grad_scale", None) is not None
         scaled = scaled and received_by is None
-        any_scaler = scaled and SCALES.scaler_of(None) is not None
+        any_scaler = scaled and SCALERS.scaler_of(None) is not None
         has_parameters = self._parts.rows_are_read
         histogram = self._options.histograms and self._parts.schedule.has_histogram
         for scaler, device, slots, held, gradients, theirs in self._groups(present, by_scaler=any_scaler):
-            inverse_scale = None if received_by is None else _pending_inverse_scale(received_by, device)
-            if scaled and (scale := self._scale_of(scaler, device)) is not None:
+            inverse_scale = pending_inverse_scale(received_by, device)
+            if scaled and (scale := self._loss_scale.of(scaler, device)) is not None:
                 self._window.set_loss_scale(scale)
                 inverse_scale = onto(scale.double().reciprocal(), device)
             with self._timer.on(device):
@@ -133,33 +127,9 @@ class Measurer:
             self._window.write(slots, measurement)
             self._seen.remember(slots, held)
             if any_scaler:
-                self._assumed_scaler.update(dict.fromkeys(slots, scaler))
+                self._loss_scale.assumed.update(dict.fromkeys(slots, scaler))
         if self._parts.probes and self._parts.schedule.is_sampled:
             self._parts.probes.tell(Probe.gradients_ready, self.watched(present, scaled=still_scaled))
-
-    def _scale_of(self, scaler: GradScaler | None, device: torch.device) -> Tensor | None:
-        return self.scale_by_hand(device) if scaler is None else scale_tensor(scaler)
-
-    def scale_by_hand(self, device: torch.device) -> Tensor | None:
-        """Return the user's `loss_scale` for the open step, 0-dim on the device; None without one."""
-        scale = self._options.loss_scale
-        if scale is None:  # the usual case
-            return None
-        if callable(scale) and not isinstance(scale, Tensor):
-            step = self._parts.clock.open_step
-            if self._answer[0] != step:
-                try:
-                    self._answer = step, scale(step)
-                except Exception as error:  # of the user's function
-                    raise CallbackError from error
-            scale = self._answer[1]
-        if scale is None:
-            return None
-        if isinstance(scale, Tensor):
-            return onto(scale.detach().reshape(()), device)
-        if not isinstance(scale, Real) or not 0 < scale < math.inf:
-            raise CannotWatchError(f"loss_scale({self._answer[0]}) = {scale!r} must be a number above 0, and finite")
-        return torch.full((), scale, device=device)
 
     def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
         """Measure gradients that may have been clipped since the backward; what clipping changes is missing."""
@@ -168,7 +138,7 @@ class Measurer:
                 group.gradients,
                 group.parameters,
                 dead_threshold=self._options.dead_threshold,
-                inverse_scale=_pending_inverse_scale(optimizer, group.device),
+                inverse_scale=pending_inverse_scale(optimizer, group.device),
                 backend=self._options.backend,
             )
             self._window.write_after_clipping(group.slots, measurement)
@@ -181,7 +151,7 @@ class Measurer:
         """
         backend = self._options.backend
         for _, device, slots, _, gradients, _ in self._groups(present):
-            inverse_scale = None if optimizer is None else _pending_inverse_scale(optimizer, device)
+            inverse_scale = pending_inverse_scale(optimizer, device)
             with self._timer.on(device):
                 received = (
                     measure(gradients, None, inverse_scale=inverse_scale, backend=backend).rows
@@ -203,7 +173,8 @@ class Measurer:
         tensors = []
         for slot, parameter in entries:
             gradient = parameter.grad
-            scale = self.loss_scale(parameter.device, self._optimizer_registry.of_slot(slot)) if scaled else None
+            scaler = self._loss_scale.scaler_of_slot(slot) if scaled else None
+            scale = self._loss_scale.of(scaler, parameter.device) if scaled else None
             tensors.append(
                 WatchedTensor(
                     self._parts.registry.names[slot],
@@ -217,44 +188,19 @@ class Measurer:
             )
         return tensors
 
-    def loss_scale(self, device: torch.device, optimizer: Optimizer | None = None) -> Tensor | None:
-        """Return the factor of the loss in this optimizer's backward; None if no loss scale is known."""
-        return self._scale_of(SCALES.scaler_of(optimizer), device)
-
-    def scale_of_backward(self, device: torch.device, slots: Iterable[int]) -> tuple[Tensor | None, bool]:
-        """Return the factor of the loss in a backward that reached these slots, and whether the scaler is assumed."""
-        if self._options.loss_scale is None and SCALES.last_used is None:
-            return None, False
-        owners = map(self._optimizer_registry.of_slot, slots)
-        owner = next((optimizer for optimizer in owners if optimizer is not None), None)
-        return self.loss_scale(device, owner), owner is None and SCALES.scaler_of(None) is not None
-
     def correct_scale(self, optimizer: Optimizer) -> None:
-        """Correct rows whose loss scale was assumed before it was known which scaler steps this optimizer."""
-        if not self._assumed_scaler:
-            return
-        actual = SCALES.scaler_of(optimizer)
-        wrong: dict[int, tuple[GradScaler | None, list[int]]] = {}
-        for slot in sorted(self._optimizer_registry.slots(optimizer)):
-            if slot not in self._assumed_scaler:
+        """Correct what was measured before it was known which scaler steps this optimizer."""
+        for slots, factor, scale in self._loss_scale.corrections(optimizer):
+            if slots[0] == LOSS:
+                self._parts.loss.rescale(factor)
+            if not (rows := [slot for slot in slots if slot != LOSS]):
                 continue
-            assumed = self._assumed_scaler.pop(slot)
-            if assumed is not actual:
-                wrong.setdefault(id(assumed), (assumed, []))[1].append(slot)
-        for assumed, slots in wrong.values():
-            scales = [None if scaler is None else scale_tensor(scaler) for scaler in (assumed, actual)]
-            device = next((scale.device for scale in scales if scale is not None), None)
-            if device is None:
-                continue
-            one = torch.ones((), dtype=torch.float64, device=device)
-            before, after = (self.scale_by_hand(device) if scale is None else scale for scale in scales)
-            self._window.set_loss_scale(one * torch.nan if after is None else after)
-            factor = (one if before is None else before.double()) / (one if after is None else after.double())
-            factor_C = torch.ones(NUM_COLUMNS, dtype=torch.float64, device=factor.device)
+            self._window.set_loss_scale(torch.nan / factor.new_ones(()) if scale is None else scale)
+            factor_C = factor.new_ones(NUM_COLUMNS)
             for column, power in SCALE_POWER.items():
                 factor_C[column] = factor**power
             factor_C[Column.RECEIVED_SUM_SQ] = factor**2  # still a copy of GRAD_SUM_SQ
-            self._window.rescale(slots, factor_C)
+            self._window.rescale(rows, factor_C)
 
     def _groups(self, present: Sequence[Entry], *, by_scaler: bool = False) -> list[_Group]:
         """Group the entries that have a gradient by device and, with `by_scaler`, by the scaler of their optimizer."""
@@ -265,7 +211,7 @@ class Measurer:
             return [_group(None, present, held)]
         groups: dict[tuple[int, torch.device], tuple[GradScaler | None, list[Entry], list[Tensor]]] = {}
         for entry, gradient in zip(present, held, strict=True):
-            scaler = SCALES.scaler_of(self._optimizer_registry.of_slot(entry[0])) if by_scaler else None
+            scaler = self._loss_scale.scaler_of_slot(entry[0]) if by_scaler else None
             _, entries, gradients = groups.setdefault((id(scaler), gradient.device), (scaler, [], []))
             entries.append(entry)
             gradients.append(gradient)
@@ -291,9 +237,3 @@ def slots_that_are_broken(entries: Iterable[Entry]) -> list[int]:
         counts = measure_received([parameter for _, parameter in here])[:, 1:].sum(dim=1).tolist()
         broken += [slot for (slot, _), count in zip(here, counts, strict=True) if count]
     return sorted(broken)
-
-
-def _pending_inverse_scale(optimizer: Optimizer, device: torch.device) -> Tensor | None:
-    """Return the factor by which a fused optimizer will unscale the gradients itself; None for other optimizers."""
-    grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    return None if grad_scale is None else onto(grad_scale.double().reciprocal().reshape(()), device)

@@ -18,7 +18,7 @@ from .measurer import Measurer
 from .optimizer_registry import learning_rate_of
 from .parts import CaptureParts
 from .probes import Probe, WatchedTensor
-from .scaling import SCALES
+from .scaling import SCALERS
 
 
 class OpenSample:
@@ -103,7 +103,7 @@ class OpenSample:
         if found.changed:
             parts.window.put_earlier(sorted(slot for slot, _ in found.changed))
             again += found.changed
-        any_scaler = SCALES.scaler_of(None) is not None
+        any_scaler = SCALERS.scaler_of(None) is not None
         true = [entry for entry in again if not any_scaler or entry[0] in self._unscaled]
         still_scaled = [entry for entry in again if any_scaler and entry[0] not in self._unscaled]
         for some, scaled in ((true, False), (still_scaled, True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,10 +25,9 @@ from .loss import SampleLoss
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 from .probes import Probe, Probes
+from .scaling import GivenScale, LossScale
 from .schedule import Schedule
 from .wiring import Wiring
-
-LossScale = float | Tensor | Callable[[int], float | Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class MeasureOptions:
     backend: str = "auto"  # as given to watch()
     # What the user's code divides the gradients by after the backward: a number, a tensor, which is read when the
     # gradients are measured, or a function of the step. None: a scaler divides them, or nothing does.
-    loss_scale: LossScale | None = None
+    loss_scale: GivenScale | None = None
     histograms: bool = True  # whether to take the histograms of gradients that are due
 
 
@@ -78,6 +77,7 @@ class CaptureParts:
         # `registry.changes` and `registry.version` when parameters were last hooked
         self._followed = self._version = -1
         self.optimizers = OptimizerRegistry(registry, self.clock, config.optimizer)
+        self.loss_scale = LossScale(config.measured.loss_scale, self.optimizers, self.clock)
         self.seen = GradientVersions()  # the versions of the open sample's gradients
         self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
         self.probes = Probes(config.probes)

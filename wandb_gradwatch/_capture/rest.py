@@ -19,7 +19,7 @@ from .._runtime.error_boundary import contained
 from .._runtime.weak_ids import WeakKeyDictionary
 from .open_sample import OpenSample
 from .parts import CaptureParts
-from .scaling import SCALES, OptimizerSteps
+from .scaling import SCALERS, ScaledSteps
 from .spot_check import SpotCheck, spot_check_of
 
 _REGULAR: Final = 4  # number of consecutive samples that show the pattern of steps
@@ -77,21 +77,21 @@ class Rest:
         self._thread, self._last_node = get_ident(), num_nodes_made()
         self._is_only_one = parts.optimizers.num_known == 1  # no other optimizer owns a watched parameter
         # The optimizers whose steps are counted, with their keys; a step of another one ends the rest.
-        self._makers: WeakKeyDictionary[Optimizer, tuple[int, OptimizerSteps]] = WeakKeyDictionary()
+        self._makers: WeakKeyDictionary[Optimizer, tuple[int, ScaledSteps]] = WeakKeyDictionary()
         for key, one in makers.items():
-            self._makers[one] = key, SCALES.steps_of(one)
+            self._makers[one] = key, SCALERS.steps_of(one)
         # The keys of those that step in every sample and complete it; without any, every step is a sample.
         self._leaders = frozenset.intersection(*self._last)
         self._made_last = self._leaders  # keys of the optimizers of the last sample; others may still join it
         self._stepped: frozenset[int] = frozenset()
-        self._under_way: tuple[int, OptimizerSteps] | None = None
+        self._under_way: tuple[int, ScaledSteps] | None = None
         self._num_stray = 0
         return True
 
     def _spot_check_of(self, optimizer: Optimizer) -> SpotCheck | None:
         """Return the check between samples; None if the user chose the samples, or if gradients change unseen."""
         parts = self._parts
-        if not parts.schedule.may_add_samples or self._sample.gradients_change or SCALES.last_used is not None:
+        if not parts.schedule.may_add_samples or self._sample.gradients_change or SCALERS.last_used is not None:
             return None
         if parts.thread.has_company:  # another thread's backward may write to the gradient
             return None
@@ -136,7 +136,7 @@ class Rest:
             return False
         self._under_way, self._num_stray = maker, 0
         if maker[1].scaler is not None:
-            maker[1].note()
+            maker[1].begin()
         self.seconds_spent += time.perf_counter() - began
         return True
 
@@ -164,6 +164,7 @@ class Rest:
             return False
         began = time.perf_counter()
         self._under_way, self._last_node = None, num_nodes_made()
+        maker[1].is_scalers = False
         if self._is_only_one or self._completes(maker[0]):
             self._clock.step += 1
         self.seconds_spent += time.perf_counter() - began

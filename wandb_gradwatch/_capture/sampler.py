@@ -4,7 +4,7 @@
     a backward has ended              BackwardHooks -> _backward_ended     measure every gradient that is present
     an optimizer is about to step     StepHooks     -> before_step         measure new and modified gradients
     an optimizer has stepped          StepHooks     -> after_step          close the sample if it is complete
-    a scaler unscales or skips        LossScales    -> before_unscale, step_skipped
+    a scaler unscales or skips        GradScalers   -> before_unscale, step_skipped
 
 The SampleClock decides when a sample is complete; the sampler then commits it to the window.
 """
@@ -31,7 +31,7 @@ from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
 from .probes import Probe
 from .rest import Rest
-from .scaling import SCALES
+from .scaling import SCALERS
 from .schedule import RankPlans
 
 
@@ -66,7 +66,7 @@ class Sampler(Listener):
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
         if config.scaler is not None:
-            SCALES.use(config.scaler)
+            SCALERS.use(config.scaler)
 
     def start(self, name: str) -> None:
         """Register every hook. Invalid arguments have raised before.
@@ -80,7 +80,7 @@ class Sampler(Listener):
             self._hooks.tell_arrivals(())
         self.parts.follow()
         self._sample.begin()
-        SCALES.subscribe(self)
+        SCALERS.subscribe(self)
         CLIP_FUNCTIONS.subscribe(self)
         STEP_HOOKS.subscribe(self)
 
@@ -91,7 +91,7 @@ class Sampler(Listener):
         self.boundary.stopped = True
         self.counter = None
         STEP_HOOKS.unsubscribe(self)
-        SCALES.unsubscribe(self)
+        SCALERS.unsubscribe(self)
         CLIP_FUNCTIONS.unsubscribe(self)
         self._hooks.remove()
         if self._guard is not None:
@@ -149,7 +149,7 @@ class Sampler(Listener):
             by_hand.remember_parameters()
         self.parts.loss.settle()
         if self._schedule.is_sampled and (root := backward_root()) is not None:
-            self.parts.loss.see(root, *self._measurer.scale_of_backward(root.device, reached))
+            self.parts.loss.see(root, self.parts.loss_scale.of_backward(root.device, reached))
         if self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
             # Every backward may be the last before the step: the last group of micro-batches may be shorter.
             self._sample.measure_present(self.parts.follow())
@@ -209,9 +209,8 @@ class Sampler(Listener):
     @contained
     def _before_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
         self.parts.optimizer_found()
-        SCALES.steps_of(optimizer).note()
-        if SCALES.scaler_of(optimizer) is None:
-            self.parts.loss.no_scaler_steps(self._measurer.scale_by_hand)
+        if SCALERS.last_used is not None:
+            SCALERS.steps_of(optimizer).begin()
         key = self.parts.optimizers.key(optimizer)
         if inside_backward:
             self._hooks.arm(current_graph_task())
@@ -247,6 +246,8 @@ class Sampler(Listener):
 
     @contained
     def _after_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
+        if SCALERS.last_used is not None:
+            SCALERS.steps_of(optimizer).end()
         key = self.parts.optimizers.key(optimizer)
         if self._joining == key:
             self._joining = None

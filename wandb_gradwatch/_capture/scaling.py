@@ -1,4 +1,4 @@
-"""Detects the loss scale without a host sync and without a setting.
+"""The loss scale: what the loss was multiplied by in each backward, found without a host sync and without a setting.
 
 While a model is watched, three public methods of the gradient scalers are wrapped: `scale` shows which scaler is in
 use, `unscale_` and `step` show the optimizer that it belongs to, and a `step` that returns without an optimizer step
@@ -7,46 +7,60 @@ was skipped. The scale is read as the device tensor that the scaler keeps.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from .._measure.elements import onto
+from .._runtime.error_boundary import CallbackError
+from .._runtime.notices import CannotWatchError
 from .._runtime.steps import Listener, Listeners, parameters_of
 from .._runtime.weak_ids import WeakKeyDictionary
+from .clock import SampleClock
+from .optimizer_registry import OptimizerRegistry
+
+GivenScale = float | Tensor | Callable[[int], float | Tensor]  # the user's `loss_scale`; the function gets the step
+LOSS: Final = -1  # in place of a slot: the loss itself
 
 
 @dataclass(slots=True)
-class OptimizerSteps:
-    """The scaler of an optimizer that has stepped, or that a scaler is about to step."""
+class ScaledSteps:
+    """How one optimizer steps. Several watchers may report the same step."""
 
-    scaler: weakref.ref[GradScaler] | None = None  # None: the optimizer has stepped without a scaler
-    is_taught: bool = False  # `scaler` has unscaled it or is about to step it, and it has not stepped yet
+    scaler: weakref.ref[GradScaler] | None = None  # None: its last step was made without a scaler
+    is_scalers: bool = False  # `scaler` has unscaled the gradients of the step to come, or makes the step
     has_stepped: bool = False  # since the scaler's `step` began
 
-    def note(self) -> None:
-        """Record that the optimizer steps, so that its scaler, if it has one, has not skipped the step."""
-        if self.is_taught:
-            self.is_taught, self.has_stepped = False, True
-        else:
+    def begin(self) -> None:
+        """Record that the optimizer is about to step, so that its scaler, if it has one, has not skipped the step."""
+        self.has_stepped = True
+        if not self.is_scalers:
             self.scaler = None
 
+    def end(self) -> None:
+        """Record that the optimizer has stepped."""
+        self.is_scalers = False
 
-class LossScales(Listeners):
+
+class GradScalers(Listeners):
     """Tracks which scaler is in use and which optimizers each scaler steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: WeakKeyDictionary[Optimizer, OptimizerSteps] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Optimizer, ScaledSteps] = WeakKeyDictionary()
         self.last_used: weakref.ref[GradScaler] | None = None  # None: no scaler has been used so far
 
     def use(self, scaler: GradScaler) -> None:
-        """Set the scaler that is in use until another one scales a loss."""
+        """Set the scaler that is in use until another one is used."""
         self.last_used = weakref.ref(scaler)
 
     def scaler_of(self, optimizer: Optimizer | None) -> GradScaler | None:
@@ -66,11 +80,11 @@ class LossScales(Listeners):
         held = ((one, id(p)) for one in self._known for p in parameters_of(one))
         return self.scaler_of(next((one for one, number in held if number in parameters), None))
 
-    def steps_of(self, optimizer: Optimizer) -> OptimizerSteps:
+    def steps_of(self, optimizer: Optimizer) -> ScaledSteps:
         """Return the record of this optimizer, the same object as long as the optimizer exists."""
         known = self._known.get(optimizer)
         if known is None:
-            known = self._known[optimizer] = OptimizerSteps()
+            known = self._known[optimizer] = ScaledSteps()
         return known
 
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
@@ -110,7 +124,7 @@ class LossScales(Listeners):
         known = self._learn(scaler, optimizer)
         known.has_stepped = False
         result = original(scaler, optimizer, *args, **kwargs)
-        known.is_taught = False
+        known.is_scalers = False
         if not known.has_stepped:
             for listener in self._following(optimizer):
                 listener.step_skipped(optimizer)
@@ -119,14 +133,18 @@ class LossScales(Listeners):
     def _following(self, optimizer: Optimizer) -> list[Listener]:
         return [listener for listener in self._listeners if listener.follows(optimizer)]
 
-    def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> OptimizerSteps:
+    def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> ScaledSteps:
+        self.use(scaler)
         known = self.steps_of(optimizer)
-        known.scaler, known.is_taught = weakref.ref(scaler), True
+        known.scaler, known.is_scalers = weakref.ref(scaler), True
         return known
 
 
-def scale_tensor(scaler: GradScaler) -> Tensor | None:
-    """Return the scaler's loss scale as a tensor on its device; None before its first use.
+SCALERS: Final = GradScalers()
+
+
+def scale_tensor(scaler: GradScaler | None) -> Tensor | None:
+    """Return the scaler's loss scale as a tensor on its device; None without a scaler, and before its first use.
 
     The public `get_scale()` reads the same tensor, but waits for the device.
     """
@@ -134,4 +152,80 @@ def scale_tensor(scaler: GradScaler) -> Tensor | None:
     return scale
 
 
-SCALES: Final = LossScales()
+class LossScale:
+    """The factor of the loss in the backwards of one watcher's models: the scale of a scaler, or the given one.
+
+    Before an optimizer's first step it is not known which scaler steps it: the scaler last used is assumed until
+    `corrections`. Scales are 0-dim tensors on any device, None if there is none.
+    """
+
+    def __init__(self, given: GivenScale | None, optimizers: OptimizerRegistry, clock: SampleClock) -> None:
+        self._given, self._optimizers, self._clock = given, optimizers, clock
+        self._answer: tuple[int, float | Tensor | None] = (-1, None)  # last step and result of a given function
+        # The scalers by which the rows of these slots, or the LOSS, of the open sample were divided.
+        self.assumed: dict[int, GradScaler | None] = {}
+
+    def of(self, scaler: GradScaler | None, device: torch.device) -> Tensor | None:
+        """Return the scale of this scaler; for None the given one, on the device."""
+        return self._given_on(device) if scaler is None else scale_tensor(scaler)
+
+    def scaler_of_slot(self, slot: int) -> GradScaler | None:
+        """Return the scaler of this parameter's optimizer; while it is not known, the scaler last used."""
+        return SCALERS.scaler_of(self._optimizers.of_slot(slot))
+
+    def of_backward(self, device: torch.device, slots: Iterable[int]) -> Tensor | None:
+        """Return the factor of the loss in a backward that reached these slots."""
+        if self._given is None and SCALERS.last_used is None:
+            return None
+        owners = map(self._optimizers.of_slot, slots)
+        owner = next((optimizer for optimizer in owners if optimizer is not None), None)
+        scaler = SCALERS.scaler_of(owner)
+        if owner is None and scaler is not None:
+            self.assumed[LOSS] = scaler
+        return self.of(scaler, device)
+
+    def corrections(self, optimizer: Optimizer) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
+        """Yield what was divided by the scale of another scaler than the one that now steps this optimizer.
+
+        Returns:
+            Slots, ascending; the factor that corrects them, in float64; and their true scale. Yielded only once.
+        """
+        if not self.assumed:
+            return
+        actual = SCALERS.scaler_of(optimizer)
+        known = sorted(self.assumed.keys() & {LOSS, *self._optimizers.slots(optimizer)})
+        taken = [(slot, self.assumed.pop(slot)) for slot in known]
+        for assumed in {id(one): one for _, one in taken if one is not actual}.values():
+            scales = [scale for one in (assumed, actual) if (scale := scale_tensor(one)) is not None]
+            if scales:
+                one = torch.ones((), dtype=torch.float64, device=scales[0].device)
+                before, after = self.of(assumed, one.device), self.of(actual, one.device)
+                factor = (one if before is None else before.double()) / (one if after is None else after.double())
+                yield [slot for slot, scaler in taken if scaler is assumed], factor, after
+
+    def _given_on(self, device: torch.device) -> Tensor | None:
+        """Return the user's `loss_scale` for the open step, on the device."""
+        scale = self._given
+        if scale is None:  # the usual case
+            return None
+        if callable(scale) and not isinstance(scale, Tensor):
+            step = self._clock.open_step
+            if self._answer[0] != step:
+                try:
+                    self._answer = step, scale(step)
+                except Exception as error:  # of the user's function
+                    raise CallbackError from error
+            scale = self._answer[1]
+        if scale is None:
+            return None
+        if isinstance(scale, Tensor):
+            return onto(scale.detach().reshape(()), device)
+        if not isinstance(scale, Real) or not 0 < scale < math.inf:
+            raise CannotWatchError(f"loss_scale({self._answer[0]}) = {scale!r} must be a number above 0, and finite")
+        return torch.full((), scale, device=device)
+
+
+def pending_inverse_scale(optimizer: Optimizer | None, device: torch.device) -> Tensor | None:
+    """Return the factor by which a fused optimizer will unscale the gradients itself; None for other optimizers."""
+    grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    return None if grad_scale is None else onto(grad_scale.double().reciprocal().reshape(()), device)

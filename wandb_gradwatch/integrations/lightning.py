@@ -171,8 +171,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Pass the loss to the watcher, without Lightning's division by accumulation and without the loss scale."""
         if self.watcher is not None and loss.numel() == 1:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            scale = None if scaler is None else scale_tensor(scaler)
+            scale = scale_tensor(getattr(trainer.precision_plugin, "scaler", None))
             value = loss.detach() * trainer.accumulate_grad_batches
             self.watcher.loss(value if scale is None else value / onto(scale, value.device))
 

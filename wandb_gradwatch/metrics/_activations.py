@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.probes import Found
-from .._capture.scaling import SCALES, scale_tensor
+from .._capture.scaling import SCALERS, scale_tensor
 from .._measure.elements import onto, wide_dtype
 from .._runtime.outputs import is_measurable, leaves_in
 from ..snapshot import keys
@@ -126,8 +126,7 @@ class Activations(ForwardProbe):
             self._tap.boundary.run(self._add_gradient, name, path, gradient)
 
     def _add_gradient(self, name: str, path: str, gradient: Tensor) -> None:
-        scaler = SCALES.scaler_for(self._parameters)
-        scale = None if scaler is None else scale_tensor(scaler)
+        scale = scale_tensor(SCALERS.scaler_for(self._parameters))
         for _, tensor in tensors_in(gradient):
             unscaled = tensor if scale is None else widened(tensor) / onto(scale, tensor.device)
             self._add(name, {tensor_name(name, path): unscaled})
