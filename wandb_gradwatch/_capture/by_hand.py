@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Final
 
 from .._runtime.notices import Notices
-from .gradient_versions import GradientVersions, version_of, were_reset
+from .gradient_versions import GradientVersions, were_reset
 from .parameter_registry import ParameterRegistry
 
 # This many resets of the gradients without an optimizer step prove that the user updates by hand. The samples until
@@ -33,8 +33,8 @@ class UpdatesByHand:
         self.proven = False
         self.inside_backward = False  # other hooks make the updates, inside the backward
         self._num_provisional = 0
-        self._versions = 0  # sum of the parameters' versions when the last backward ended
-        self._writes: dict[int, int] | None = None  # slot -> writes between the last backward and the current one
+        self._versions: dict[int, int] = {}  # of the parameters when the last backward ended
+        self._writes: dict[int, int] = {}  # slot -> writes between the last backward and the current one
         self._has_accumulated = False  # whether the current backward may have written by then
 
     @property
@@ -52,29 +52,21 @@ class UpdatesByHand:
         self._num_provisional, self.possible, self.proven = 0, False, False
         return taken_back
 
-    def backward_begins(self, has_accumulated: bool) -> bool:
+    def backward_begins(self, has_accumulated: bool) -> None:
         """Count the writes to each gradient since the last backward, before this one has written to more than one.
 
         Later the backward has written to all of them, and DistributedDataParallel once more with the averages.
-
-        Returns:
-            Whether this backward is an outermost one. Re-entrant checkpoints begin further backwards inside it.
         """
-        is_outermost = self._writes is None
-        if is_outermost:
-            self._has_accumulated = has_accumulated
-            self._writes = {
-                slot: writes
-                for slot, parameter in self._registry.scan()
-                if (gradient := parameter.grad) is None or not gradient.requires_grad  # create_graph=True replaces it
-                if (writes := self._seen.writes_since(slot, gradient)) is not None
-            }
-        return is_outermost
+        self._has_accumulated = has_accumulated
+        self._writes = self._seen.writes(
+            entry
+            for entry in self._registry.scan()
+            if entry[1].grad is None or not entry[1].grad.requires_grad  # create_graph=True replaces it
+        )
 
     def were_reset(self, reached: Collection[int]) -> bool:
         """Whether most of the gradients that this backward has reached were reset before it."""
-        writes = [writes for slot, writes in (self._writes or {}).items() if slot in reached]
-        self._writes = None
+        writes = [writes for slot, writes in self._writes.items() if slot in reached]
         return were_reset(writes, has_accumulated=self._has_accumulated)
 
     def ended_in_hooks(self, reached: Collection[int], step: int) -> bool:
@@ -119,12 +111,8 @@ class UpdatesByHand:
 
     def remember_parameters(self) -> None:
         """Record the parameters' versions: a backward has ended."""
-        self._versions = self._parameter_versions()
+        self._versions = self._registry.versions()
 
     def has_updated(self) -> bool:
         """Whether parameters were written to since the last backward, or updates were inferred earlier."""
-        return self.proven or bool(self._num_provisional) or self._versions != self._parameter_versions()
-
-    def _parameter_versions(self) -> int:
-        """A number that changes when a parameter is written to, except through `.data`."""
-        return sum(version_of(parameter) for _, parameter in self._registry.scan())
+        return self.proven or bool(self._num_provisional) or self._versions != self._registry.versions()

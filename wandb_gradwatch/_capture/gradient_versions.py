@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -52,19 +52,13 @@ def was_seen(gradient: Tensor) -> bool:
 
 def mark_as_older_than_its_hook(gradient: Tensor) -> None:
     """Record that this gradient existed before its parameter was hooked: later writes do not make it new."""
-    setattr(gradient, _SEEN, _token_of(gradient) | _OLDER_THAN_ITS_HOOK)
+    [state] = look_at([gradient])
+    gradient.__dict__[_SEEN] = state & ~_NEVER | _OLDER_THAN_ITS_HOOK
 
 
 def is_new(gradient: Tensor) -> bool:
     """Whether this tensor's values have never been looked at: it is a new tensor, or was written to since."""
     return getattr(gradient, _SEEN, _NEVER) & _NEVER not in (_OLDER_THAN_ITS_HOOK, version_of(gradient))
-
-
-def state_of(gradient: Tensor) -> int:
-    """Return a number that identifies this gradient tensor and its current version."""
-    token = _token_of(gradient)
-    gradient.__dict__.setdefault(_SEEN, token | _NEVER)
-    return token | version_of(gradient)
 
 
 def look_at(gradients: Iterable[Tensor]) -> list[int]:
@@ -78,18 +72,12 @@ def look_at(gradients: Iterable[Tensor]) -> list[int]:
     return states
 
 
-def _token_of(gradient: Tensor) -> int:
-    """Return the gradient's token, or a new one, shifted above the bits of the version."""
-    seen: int | None = getattr(gradient, _SEEN, None)
-    return next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER
-
-
-def were_reset(writes: Sequence[int], *, has_accumulated: bool) -> bool:
+def were_reset(writes: Collection[int], *, has_accumulated: bool) -> bool:
     """Whether most gradients were reset after a backward, judged by how often each was written to since then.
 
     If the next backward `has_accumulated`, it has written to the first gradient only, or once to each view of a bucket.
     """
-    return writes.count(0) < len(writes) / 2 and (not has_accumulated or any(number > 1 for number in writes))
+    return list(writes).count(0) < len(writes) / 2 and (not has_accumulated or any(number > 1 for number in writes))
 
 
 @dataclass(slots=True)
@@ -130,14 +118,20 @@ class GradientVersions:
         self._seen.update(zip(present, look_at(present.values()), strict=True))
         self._unmeasured.update(present)
 
-    def writes_since(self, slot: int, gradient: Tensor | None) -> int | None:
-        """Return how often a gradient was written to since it was seen; REPLACED if replaced, None if never seen."""
-        seen = self._seen.get(slot)
-        if seen is None:
-            return None
-        if gradient is None or (seen ^ getattr(gradient, _SEEN, 0)) > _NEVER:
-            return REPLACED
-        return version_of(gradient) - (seen & _NEVER)
+    def writes(self, entries: Iterable[Entry]) -> dict[int, int]:
+        """Return how often each gradient was written to since it was looked at, by slot; REPLACED if it was replaced.
+
+        Gradients that were not looked at in the open sample are left out.
+        """
+        found: dict[int, int] = {}
+        for slot, parameter in entries:
+            if (seen := self._seen.get(slot)) is not None:
+                gradient = parameter.grad
+                if gradient is None or (seen ^ getattr(gradient, _SEEN, 0)) > _NEVER:
+                    found[slot] = REPLACED
+                else:
+                    found[slot] = version_of(gradient) - (seen & _NEVER)
+        return found
 
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
         """Sort parameters by the state of their gradients. Inside a backward all gradients count as not measured."""

@@ -193,11 +193,11 @@ class OpenSample:
         if not self.was_reset:
             return []
         parts = self._parts
-        replaced = [(slot, p) for slot, p in found.changed if parts.seen.writes_since(slot, p.grad) == REPLACED]
-        slots = {slot for slot, _ in replaced}
-        found.changed = [entry for entry in found.changed if entry[0] not in slots]
+        writes = parts.seen.writes(found.changed)
+        replaced = [entry for entry in found.changed if writes[entry[0]] == REPLACED]
+        found.changed = [entry for entry in found.changed if writes[entry[0]] != REPLACED]
         if replaced:
-            names = parts.registry.some_names(sorted(slots))
+            names = parts.registry.some_names(sorted(slot for slot, _ in replaced))
             parts.notices.say(
                 "gradient made of others",
                 f"the gradients of {names} were replaced after several backwards, each reset before the next, first in "
@@ -351,6 +351,5 @@ class OpenSample:
     def _were_reset(self, has_accumulated: bool) -> bool:
         """Whether most of the gradients that the last backward left have been reset."""
         seen = self._parts.seen
-        entries = self._parts.registry.scan() if seen.slots else ()
-        writes = [seen.writes_since(slot, parameter.grad) for slot, parameter in entries]
-        return were_reset([number for number in writes if number is not None], has_accumulated=has_accumulated)
+        writes = seen.writes(self._parts.registry.scan() if seen.slots else ())
+        return were_reset(writes.values(), has_accumulated=has_accumulated)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .._runtime.autograd import Entry
 from .._runtime.wrappers import named_modules, unwrapped
+from .gradient_versions import version_of
 
 NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence["str | re.Pattern[str]"]
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -104,6 +105,10 @@ class ParameterRegistry:
                 self.trainable[slot] = requires_grad
             self.changes += 1
         return entries
+
+    def versions(self) -> dict[int, int]:
+        """Return every watched parameter's version by slot. It changes with each write, except through `.data`."""
+        return {slot: version_of(parameter) for slot, parameter in self.scan()}
 
     def _scan_anew(self) -> list[Entry]:
         entries: list[Entry] = []

@@ -120,13 +120,16 @@ class Sampler(Listener):
         STEP_HOOKS.drop_raised()  # a step that raised must not keep the clock muted
         self.parts.thread.backward_begins()
         if not self._clock.muted:
-            if not self._by_hand.possible or self._by_hand.backward_begins(has_accumulated):
+            is_outermost = not self._inside_backward  # re-entrant checkpoints begin further backwards inside it
+            self._inside_backward = True
+            if is_outermost:
                 self._hooks.reached.clear()
+                if self._by_hand.possible:
+                    self._by_hand.backward_begins(has_accumulated)
             self.parts.wiring.backward_begins(has_accumulated)
             self._commit(self._clock.backward_begins())
-            if self._clock.backwards and not self._inside_backward:
+            if self._clock.backwards and is_outermost:
                 self._sample.leave_out_what_was_reset(has_accumulated=has_accumulated)
-            self._inside_backward = True  # re-entrant checkpoints begin further backwards inside it
 
     @contained
     def _backward_ended(self) -> None:

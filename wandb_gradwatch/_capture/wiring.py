@@ -6,7 +6,7 @@ The faults: parameters that no optimizer holds, an optimizer that holds other te
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Final
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._runtime.autograd import Entry
 from .._runtime.notices import Notice, Notices
 from .._runtime.steps import parameters_of
 from ..snapshot import keys
-from .gradient_versions import state_of, version_of
+from .gradient_versions import GradientVersions
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 
@@ -44,9 +45,19 @@ _WITNESSES: Final = 5  # number of an optimizer's smallest parameters whose grad
 class _Carried:
     """Gradients that one optimizer has used and that have not been reset since."""
 
-    witnesses: dict[int, int] = field(default_factory=dict)  # slot -> state_of(gradient)
+    seen: GradientVersions = field(default_factory=GradientVersions)  # the smallest of them, as of the last backward
     nonzero: Tensor | None = None  # 0-dim bool on their device: any was not 0 when the next backward had begun
     num_steps: int = 0
+
+    def follow(self, entries: Sequence[Entry]) -> None:
+        """Follow the gradients of these parameters from now on."""
+        self.nonzero = None
+        self.look_at(entries)
+
+    def look_at(self, entries: Sequence[Entry]) -> None:
+        """Record how the gradients are now: a backward has added to them."""
+        self.seen.clear()
+        self.seen.note(entries)
 
 
 class Wiring:
@@ -69,7 +80,7 @@ class Wiring:
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
         # slot -> version of the parameter when watch() was called
-        self._versions_at_begin = {slot: version_of(parameter) for slot, parameter in parameter_registry.scan()}
+        self._versions_at_begin = parameter_registry.versions()
 
     def take(self) -> dict[str, Tensor]:
         """Return the facts found since the last call, by key, as 0-dim tensors on any device. Does not wait."""
@@ -79,16 +90,14 @@ class Wiring:
     def stepped(self, optimizer: Optimizer, key: int, step: int) -> None:
         """An optimizer has stepped: remember its gradients, which should be reset before a backward adds to them."""
         if self._first_versions is None:
-            self._first_versions = {slot: version_of(parameter) for slot, parameter in self._parameter_registry.scan()}
+            self._first_versions = self._parameter_registry.versions()
         carried = self._carried.get(key) or self._carried.setdefault(key, _Carried())
         carried.num_steps += 1
         if carried.num_steps == 1:
             self._look_at_settings(optimizer, step)
         if carried.num_steps <= _STEPS:
             entries = sorted(self._optimizer_registry.entries(optimizer), key=lambda entry: entry[1].numel())
-            present = [(slot, p.grad) for slot, p in entries if p.grad is not None][:_WITNESSES]
-            carried.witnesses = {slot: state_of(gradient) for slot, gradient in present}
-            carried.nonzero = None
+            carried.follow([entry for entry in entries if entry[1].grad is not None][:_WITNESSES])
 
     def _look_at_settings(self, optimizer: Optimizer, step: int) -> None:
         """Alert about settings that break any training and that torch does not reject in `param_groups`."""
@@ -108,35 +117,35 @@ class Wiring:
             if not self._optimizer_registry.num_known:
                 self._notices.append(self._without_model)
             self._without_model = None
-        for carried, present in self._with_witnesses():
-            untouched = [gradient for slot, gradient in present if state_of(gradient) == carried.witnesses[slot]]
-            if not untouched or len(untouched) < len(carried.witnesses) - has_accumulated:
-                carried.witnesses, carried.nonzero = {}, None
+        for carried, entries in self._carrying():
+            writes = carried.seen.writes(entries)
+            untouched = [p.grad for slot, p in entries if not writes[slot] and p.grad is not None]
+            if not untouched or len(untouched) < len(carried.seen.slots) - has_accumulated:
+                carried.follow(())
             elif carried.nonzero is None:  # zeroing through `.data` shows only in the values
                 carried.nonzero = torch.stack([gradient.detach().ne(0).any() for gradient in untouched]).any()
 
     def backward_ended(self) -> None:
         """Remember the gradients' new states: a backward has added to them."""
-        for carried, present in self._with_witnesses():
-            carried.witnesses = {slot: state_of(gradient) for slot, gradient in present}
+        for carried, entries in self._carrying():
+            carried.look_at(entries)
 
     def forget_gradients(self) -> None:
         """Forget the remembered gradients: the hooks are off, so a reset before the next backwards would be missed."""
         for carried in self._carried.values():
-            carried.witnesses, carried.nonzero = {}, None
+            carried.follow(())
 
-    def _with_witnesses(self) -> Iterator[tuple[_Carried, list[tuple[int, Tensor]]]]:
-        """Yield each entry of `_carried` with its witnesses' current gradients."""
-        if some := [carried for carried in self._carried.values() if carried.witnesses]:
-            parameters = dict(self._parameter_registry.scan())
+    def _carrying(self) -> Iterator[tuple[_Carried, list[Entry]]]:
+        """Yield each entry of `_carried` that follows gradients, with their parameters."""
+        if some := [carried for carried in self._carried.values() if carried.seen.slots]:
+            entries = self._parameter_registry.scan()
             for carried in some:
-                there = [(slot, parameters[slot].grad) for slot in carried.witnesses if slot in parameters]
-                yield carried, [(slot, gradient) for slot, gradient in there if gradient is not None]
+                yield carried, [entry for entry in entries if entry[0] in carried.seen.slots]
 
     def about_to_step(self, key: int) -> None:
         """Record the fact that an optimizer is about to use gradients that were not reset since its last step."""
         carried = self._carried.get(key)
-        if carried is not None and carried.witnesses and carried.nonzero is not None:
+        if carried is not None and carried.seen.slots and carried.nonzero is not None:
             self._facts[keys.WIRING_CARRIED] = carried.nonzero.double()
 
     def _look_for_frozen(self, marked: frozenset[int]) -> None:
@@ -155,9 +164,9 @@ class Wiring:
         if unowned and unowned != self._known_unowned:  # checked again only when the set of such parameters changes
             self._known_unowned = unowned
             held = _held_by_any_optimizer()
-            here = self._parameter_registry.scan()
-            at = first or {slot: version_of(p) for slot, p in here}
-            self._unowned = {slot: at[slot] for slot, p in here if slot in unowned and slot in at and id(p) not in held}
+            at = first or self._parameter_registry.versions()
+            here = {slot for slot, p in self._parameter_registry.scan() if id(p) not in held}
+            self._unowned = {slot: at[slot] for slot in here & unowned & at.keys()}
             # A sample may close before or after an update by hand: three samples contain one whole iteration.
             self._samples_to_wait = 1 if first else 2
         elif self._unowned:
@@ -166,14 +175,15 @@ class Wiring:
                 return
             # A parameter that was written to is updated otherwise: by a codebook's average, or an optimizer's wrapper.
             names = self._parameter_registry.names
-            for slot, parameter in self._parameter_registry.scan():
-                if self._unowned.get(slot) == version_of(parameter):
+            for slot, version in self._parameter_registry.versions().items():
+                if self._unowned.get(slot) == version:
                     self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
             self._unowned = {}
 
     def nothing_was_seen(self) -> None:
         """Send a message if parameters are written to although neither a step nor a gradient was seen."""
-        writes = (version_of(p) - self._versions_at_begin.get(slot, 0) for slot, p in self._parameter_registry.scan())
+        now = self._parameter_registry.versions()
+        writes = (version - self._versions_at_begin.get(slot, 0) for slot, version in now.items())
         if max(writes, default=0) >= _PATIENCE_IN_WRITES:
             self._notices.say(
                 "nothing seen",
