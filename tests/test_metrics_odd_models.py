@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from metric_probes import seen, train, values, watch
+from metric_probes import SelfAttention, seen, train, values, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +20,9 @@ from wandb_gradwatch.metrics import (
     MonitorMixin,
     NoiseScale,
     OptimizerState,
+    Ranks,
     Reference,
+    Router,
     Updates,
 )
 
@@ -268,12 +270,40 @@ def test_what_is_handed_over_is_looked_at_as_outputs_are(said):
 
 
 @pytest.mark.parametrize(
+    ("module", "metric", "odd"),
+    [
+        (SelfAttention(), Attention(), lambda attention: attention(torch.ones(0, 5, 8))),
+        (SelfAttention(), Attention(), lambda attention: attention(torch.ones(2, 0, 8))),
+        (SelfAttention(), Attention(), lambda attention: torch.vmap(attention)(torch.ones(2, 1, 5, 8))),
+        (nn.MultiheadAttention(8, 2), Attention(), lambda attention: attention(*[torch.ones(5, 0, 8)] * 3)[0]),
+        (nn.Linear(8, 4), Router("root"), lambda router: router(torch.ones(0, 8))),
+        (nn.Linear(8, 4), Router("root"), lambda router: torch.vmap(router)(torch.ones(2, 5, 8))),
+    ],
+)
+def test_a_call_without_elements_or_under_vmap_adds_nothing_and_drops_no_probe(module, metric, odd, said):
+    watcher, sink = watch(module, [metric])
+    usual = [torch.ones(2, 5, 8)] * (3 if isinstance(module, nn.MultiheadAttention) else 1)
+    for before in (lambda _: torch.zeros(()), odd):
+        output = module(*usual)
+        ((output[0] if isinstance(output, tuple) else output).sum() + before(module).sum()).backward()
+        SGD(module.parameters(), lr=0.0).step()
+        module.zero_grad()
+    found = values(watcher, sink)
+    assert found
+    assert all(value[0] == value[1] for value in found.values()), "the odd call changed a number"
+    assert said() == []
+
+
+@pytest.mark.parametrize(
     ("metrics", "words"),
     [
         (lambda m: [Activations(), Metric("norm", torch.sum, on="activation")], "activation/<name>/norm"),
         (lambda m: [Metric("ratio", torch.sum, on="update"), Updates()], "update/<name>/ratio"),
         (lambda m: [Reference(m), Metric("difference", torch.sum)], "parameter/<name>/difference"),
         (lambda m: [Reference(m), Reference(m)], "parameter/<name>/difference"),
+        # Whatever their match= chooses, both would log under "total", or under the same ranks.
+        (lambda _: [NoiseScale("weight"), NoiseScale("bias")], "noise_scale/<name>/noise_scale"),
+        (lambda _: [Ranks("weight"), Ranks("bias")], "ranks/<name>/apart"),
         (lambda m: [Reference(m, functions={"own": torch.dot}), Metric("own", torch.sum)], "parameter/<name>/own"),
     ],
 )

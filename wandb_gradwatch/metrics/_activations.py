@@ -5,6 +5,7 @@ Router: how the tokens of a mixture of experts are distributed over the experts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,8 +19,8 @@ from .._capture.scaling import SCALERS, scale_tensor
 from .._measure.elements import onto, wide_dtype
 from .._runtime.outputs import is_measurable, leaves_in
 from ..snapshot import keys
-from ._forward_hooks import ModuleIndex, hands_over
-from ._module_probe import ForwardProbe, ModuleFilter
+from ._forward_hooks import ModuleFilter, ModuleIndex, hands_over
+from ._module_probe import ForwardProbe
 from ._rows import (
     HISTOGRAM,
     QUANTILES,
@@ -100,7 +101,7 @@ class Activations(ForwardProbe):
         self._parameters = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         self.tap_into(models)
         if not any(map(hands_over, modules.values())):
-            self.check_match("module", modules)
+            self._match.require("module", modules)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
@@ -132,7 +133,7 @@ class Activations(ForwardProbe):
             self._add(name, {tensor_name(name, path): unscaled})
 
     def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
-        if is_measurable(thing) and (self._matches(module) or self._matches(f"{module}.{name}")):
+        if is_measurable(thing) and (self._match.chooses(module) or self._match.chooses(f"{module}.{name}")):
             within = f"{module}.eval" if self._in_evaluation else module
             parts = {tensor_name(within, name, label): part for label, part in slices(thing.detach(), dims)}
             self._add(f"{module}.{name}", parts)
@@ -194,7 +195,9 @@ class Router(ForwardProbe):
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         _, logits = next(tensors_in(output), ("", None))
-        if logits is None or logits.ndim < 1 or logits.shape[-1] < max(2, self._top_k):
+        if logits is None:  # no tokens, or a call under vmap
+            return
+        if logits.ndim < 1 or logits.shape[-1] < max(2, self._top_k):
             raise ValueError(
                 f"{self!r}: the output of {name!r} is not logits [..., experts] of at least {max(2, self._top_k)} "
                 "experts; match the module that returns them"
@@ -205,13 +208,12 @@ class Router(ForwardProbe):
     def take(self) -> Mapping[str, Found]:
         layers = self._sums.take()
         num_experts = [len(loads) - 2 for loads in layers.values()]
+        if len(layers) > 1 and len(set(num_experts)) == 1:
+            layers[POOLED] = functools.reduce(add_on_device, layers.values())
         taken: dict[str, Found] = {}
         for name, loads in layers.items():
-            taken |= self._numbers(name, loads, in_detail=sum(num_experts) <= MAX_EXPERT_KEYS)
-        if len(layers) > 1 and len(set(num_experts)) == 1:
-            device = next(iter(layers.values())).device
-            pooled = torch.stack([onto(loads, device) for loads in layers.values()]).sum(0)
-            taken |= self._numbers(POOLED, pooled, in_detail=True)
+            in_detail = name == POOLED or sum(num_experts) <= MAX_EXPERT_KEYS
+            taken |= self._numbers(name, loads, in_detail=in_detail)
         return taken
 
     def _numbers(self, name: str, loads: Tensor, *, in_detail: bool) -> dict[str, Found]:

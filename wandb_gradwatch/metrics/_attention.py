@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from .._capture.probes import Found
 from .._measure.elements import onto, wide_dtype
+from .._runtime.outputs import is_measurable
 from ..snapshot import keys
-from ._forward_hooks import AttentionCall
-from ._module_probe import ForwardProbe, ModuleFilter
+from ._forward_hooks import AttentionCall, ModuleFilter
+from ._module_probe import ForwardProbe
 from ._rows import QUANTILES, STATISTICS, Dims, RowTally, Store, add_on_device, check_names, slices
 from ._rules import EntropyCollapse, GrowingLogits
 
@@ -72,7 +73,7 @@ class Attention(ForwardProbe):
         self._of_weights = self.collect(Store[str, tuple[Tensor, Tensor]](_merged))  # by module: weight_sums()
 
     def sees(self, name: str, module: nn.Module) -> bool:
-        return isinstance(module, nn.MultiheadAttention) and self._matches(name)
+        return isinstance(module, nn.MultiheadAttention) and self._match.chooses(name)
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         assert isinstance(module, nn.MultiheadAttention)
@@ -83,16 +84,18 @@ class Attention(ForwardProbe):
             self._measure(name, _call_of(module, *args, **kwargs))
 
     def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
-        if not self._matches(module):
+        if not self._match.chooses(module):
             return
         if isinstance(thing, AttentionCall):
             with torch.autocast(thing.query.device.type, enabled=False):
                 self._measure(module, thing)
-        elif isinstance(thing, Tensor) and dims and "head" in dims.values():
+        elif is_measurable(thing) and dims and "head" in dims.values():
             self._seen_any = True
             self._rows.measure({f"{module}/{label}/{name}": part for label, part in slices(thing.detach(), dims)})
 
     def _measure(self, module: str, call: AttentionCall) -> None:
+        if not all(map(is_measurable, call.parts().values())):  # an empty batch or sequence, or a call under vmap
+            return
         self._seen_any = True
         parts = ((part, slices(tensor.detach(), {-3: "head"})) for part, tensor in call.parts().items())
         self._rows.measure({f"{module}/{label}/{part}": one for part, heads in parts for label, one in heads})
@@ -103,13 +106,9 @@ class Attention(ForwardProbe):
         read = self._rows.read()
         taken: dict[str, Found] = {f"{keys.ATTENTION}/{name}_{statistic}": value for name, statistic, value in read}
         for module, (sums, largest) in self._of_weights.take().items():
-            numbers = {
-                "entropy": sums[:, 0] / sums[:, 1],
-                "entropy_ratio": sums[:, 2] / sums[:, 3],
-                keys.LOGIT_MAX: largest,
-                "logsumexp_sq": sums[:, 4] / sums[:, 1],
-            }
-            for name, of_heads in numbers.items():
+            entropy, num, ratio, num_ratios, log_sum_sq = sums.unbind(1)
+            numbers = {"entropy": entropy / num, "entropy_ratio": ratio / num_ratios, "logsumexp_sq": log_sum_sq / num}
+            for name, of_heads in (numbers | {keys.LOGIT_MAX: largest}).items():
                 for head, value in enumerate(of_heads):
                     taken[f"{keys.ATTENTION}/{module}/head_{head}/{name}"] = value
         return taken
@@ -200,18 +199,16 @@ def _call_of(
             projected[index] = torch.cat([projected[index], extra.float().expand(len(projected[index]), 1, -1)], dim=1)
     if module.add_zero_attn:
         projected[1:] = [functional.pad(tensor, (0, 0, 0, 1)) for tensor in projected[1:]]
-    heads = [tensor.view(*tensor.shape[:2], module.num_heads, -1).transpose(1, 2) for tensor in projected]
+    num_heads = module.num_heads
+    heads = [one.view(*one.shape[:2], num_heads, one.shape[2] // num_heads).transpose(1, 2) for one in projected]
+    if attn_mask is not None and attn_mask.ndim == 3:  # [batch * heads, L, S]
+        attn_mask = attn_mask.view(len(heads[0]), num_heads, *attn_mask.shape[1:])
+    padding = None if key_padding_mask is None else key_padding_mask[:, None, None]
     # Both masks become additive biases, with zeros for the keys that the module appends itself.
     mask: Tensor | None = None
-    for given in (attn_mask, key_padding_mask):
-        if given is None:
-            continue
+    for given in (one for one in (attn_mask, padding) if one is not None):
         bias = _forbidding(given) if given.dtype == torch.bool else given.float()  # True excludes, in this module
         bias = functional.pad(bias, (0, heads[1].shape[2] - bias.shape[-1]))
-        if given is key_padding_mask:
-            bias = bias[:, None, None]
-        else:
-            bias = bias.view(len(heads[0]), module.num_heads, *bias.shape[1:]) if bias.ndim == 3 else bias[None, None]
         mask = bias if mask is None else mask + bias
     return AttentionCall(heads[0], heads[1], heads[2], mask, False, None)
 

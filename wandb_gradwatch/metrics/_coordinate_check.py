@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from .._capture.parameter_registry import NameFilter
 from .._measure.columns import FloatArray
-from ._forward_hooks import ModuleIndex, chosen_by, matcher
+from ._forward_hooks import Match, ModuleIndex
 
 # W widths, T checked steps, L layers
 
@@ -144,8 +144,7 @@ def _check_one(
     """Return the sizes [Q] of each layer, for each checked step."""
     modules = ModuleIndex([("", model)]).modules()
     named = {name: it for name, it in modules if it._parameters.get("weight") is not None and not it._modules}
-    owner = "coordinate_check()"
-    layers = {n: named[n] for n in chosen_by(matcher(match, owner), named, owner=owner, match=match, what="layer")}
+    layers = {name: named[name] for name in Match(match, "coordinate_check()").require("layer", named)}
     initial = {name: copy.deepcopy(layer) for name, layer in layers.items()}
     inputs_0 = _inputs(model, layers, batches[-1], loss)
     found = []

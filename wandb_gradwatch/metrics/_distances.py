@@ -16,7 +16,7 @@ from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from ..snapshot import keys
-from ._forward_hooks import ForwardHook, ModuleIndex, chosen_by, logger, matcher
+from ._forward_hooks import ForwardHook, Match, ModuleIndex, logger
 from ._metric import Metric
 from ._module_probe import ForwardProbe, Layout, ParameterProbe
 from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
@@ -56,7 +56,7 @@ class Updates(ParameterProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         super().bind(models)
-        parts = [local_part(one) for name, one in models.watched_parameters().items() if self._matches(name)]
+        parts = [local_part(one) for name, one in models.watched_parameters().items() if self._match.chooses(name)]
         size = sum(part.numel() * part.element_size() for part in parts) / _MIB
         if size > self._max_mib:
             raise ValueError(
@@ -65,7 +65,7 @@ class Updates(ParameterProbe):
             )
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._befores.keep(tensor for tensor in tensors if self._matches(tensor.name))
+        self._befores.keep(tensor for tensor in tensors if self._match.chooses(tensor.name))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for tensor, change, before in self._befores.changes(tensors):
@@ -131,8 +131,7 @@ class Reference(ForwardProbe):
                 f"Reference(): the reference must have the model's parameters, but {wrong[0][0]!r} differs; "
                 "pass a copy of the model"
             )
-        self._activations = activations
-        self._matches_module = (lambda _: False) if activations is None else matcher(activations, repr(self))
+        self._activations = None if activations is None else Match(activations, "Reference()")
         self._functions = dict(functions or {})
         for name, function in self._functions.items():
             if name in (DIFFERENCE, RELATIVE):
@@ -158,10 +157,9 @@ class Reference(ForwardProbe):
         else:
             raise ValueError("Reference(): the model that it was made of is not watched here; pass the same model")
         names = [name for name in models.watched_parameters() if name.removeprefix(self._prefix) in self._frozen]
-        self.check_match("parameter", names)
+        self._match.require("parameter", names)
         if self._activations is not None:
-            modules = dict(models_of.modules())
-            chosen_by(self._matches_module, modules, owner="Reference()", match=self._activations, what="module")
+            self._activations.require("module", dict(models_of.modules()))
             self.tap_into(models_of)
             self._reference_tap.models = ModuleIndex([(self._prefix, self._reference)])
             self._reference_tap.hook(self.sees, self._keep_output)
@@ -171,7 +169,7 @@ class Reference(ForwardProbe):
         self._parameters_done, self._outputs = set(), {}
 
     def sees(self, name: str, module: nn.Module) -> bool:
-        return self._matches_module(name)
+        return self._activations is not None and self._activations.chooses(name)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().before_update(tensors)
@@ -209,7 +207,7 @@ class Reference(ForwardProbe):
         for watched in tensors:
             name = watched.name
             of_reference = self._frozen.get(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else None
-            if of_reference is None or name in self._parameters_done or not self._matches(name):
+            if of_reference is None or name in self._parameters_done or not self._match.chooses(name):
                 continue
             self._parameters_done.add(name)
             layout = Layout.of(watched)

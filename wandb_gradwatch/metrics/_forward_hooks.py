@@ -36,6 +36,7 @@ SeenOutput = Callable[[str, nn.Module, tuple[Any, ...], Mapping[str, Any], Any],
 At = Literal["beginning", "end", "any end"]
 When = Literal["training", "evaluation", "always"]
 SeenThing = Callable[[str, str, Any, Dims], None]
+ModuleFilter = NameFilter | type[nn.Module]
 
 # The name of a whole model that has no name of its own.
 ROOT: Final = "root"
@@ -79,21 +80,37 @@ class ModuleIndex:
         return itertools.chain.from_iterable(named_modules(model, prefix, seen) for prefix, model in self.alive())
 
 
-def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
-    """Turn `match=` into a predicate on names: a regular expression (searched), several, a function; None: all."""
-    predicate = name_predicate(match, f"{owner}: match")
-    return (lambda _: True) if predicate is None else functools.cache(predicate)
+class Match:
+    """The user's `match=`, which chooses parameters or modules by name, or modules by class; None chooses all.
 
+    Raises:
+        ValueError: `match` is invalid, for instance not a regular expression; the message begins with `owner`.
+    """
 
-def chosen_by(
-    matches: Callable[[str], bool], names: Iterable[str], *, owner: str, match: object, what: str
-) -> list[str]:
-    """Return the names that a `match=` chooses; raise a ValueError if it chooses none."""
-    known = list(names)
-    if not (chosen := list(filter(matches, known))):
-        first = ", ".join(map(repr, known[:3])) or "none at all"
-        raise ValueError(f"{owner} with match={match!r} matches no {what}; the first names are {first}")
-    return chosen
+    def __init__(self, match: ModuleFilter | None, owner: str) -> None:
+        self._match, self._owner = match, owner
+        predicate = (lambda _: False) if isinstance(match, type) else name_predicate(match, f"{owner}: match")
+        self.chooses: Callable[[str], bool] = (lambda _: True) if predicate is None else functools.cache(predicate)
+
+    def __repr__(self) -> str:
+        """Return the argument as the user wrote it; an empty text for None."""
+        if self._match is None:
+            return ""
+        return self._match.__name__ if isinstance(self._match, type) else repr(self._match)
+
+    def look_at(self, models: ModuleIndex) -> None:
+        """Find the current instances of a class."""
+        if isinstance(self._match, type):
+            names = frozenset(name for name, module in models.modules() if isinstance(module, self._match))
+            self.chooses = names.__contains__
+
+    def require(self, what: str, names: Iterable[str]) -> list[str]:
+        """Return the chosen names; raise a ValueError if there is none, in which `what` says what they name."""
+        known = list(names)
+        if not (chosen := list(filter(self.chooses, known))):
+            first = ", ".join(map(repr, known[:3])) or "none at all"
+            raise ValueError(f"{self._owner} with match={self._match!r} matches no {what}; the first names are {first}")
+        return chosen
 
 
 class ForwardHook:

@@ -19,7 +19,7 @@ from .._runtime.outputs import is_measurable
 from .._runtime.sharding import local_part
 from ..rules import Rule
 from ..snapshot import keys
-from ._forward_hooks import AttentionCall, ModuleIndex, chosen_by, hands_over, logger, matcher
+from ._forward_hooks import AttentionCall, Match, ModuleIndex, hands_over, logger
 from ._module_probe import Befores, ForwardProbe, ModuleProbe
 from ._rows import (
     Dims,
@@ -107,8 +107,8 @@ class Metric:
         return frozenset({(self.on, self.name)})
 
     @cached_property
-    def matches(self) -> Callable[[str], bool]:
-        return matcher(self.match, str(self))
+    def names(self) -> Match:
+        return Match(self.match, str(self))
 
     def value_of(self, tensor: Tensor) -> Tensor:
         """Apply fn without the user's autocast, and without changing the training's random number generators.
@@ -243,11 +243,11 @@ class FunctionMetrics(ForwardProbe):
         modules = dict(models.modules())
         for metric in self._metrics:
             if metric.on != keys.ACTIVATION:
-                chosen = chosen_by(metric.matches, parameters, owner=str(metric), match=metric.match, what="parameter")
+                chosen = metric.names.require("parameter", parameters)
                 self._try_out(metric, {} if is_flat else {name: parameters[name] for name in chosen})
             # Tensors that modules log themselves are unknown before the forward, so a match cannot be checked.
             elif not any(map(hands_over, modules.values())):
-                chosen_by(metric.matches, modules, owner=str(metric), match=metric.match, what="module")
+                metric.names.require("module", modules)
         if any(metric.on == keys.ACTIVATION for metric in self._metrics):
             self.tap_into(models)
 
@@ -270,7 +270,7 @@ class FunctionMetrics(ForwardProbe):
         super().start(any(metric.on == keys.ACTIVATION for metric in self._now), histogram_is_due)
 
     def sees(self, name: str, module: Any) -> bool:
-        return any(metric.on == keys.ACTIVATION and metric.matches(name) for metric in self._metrics)
+        return any(metric.on == keys.ACTIVATION and metric.names.chooses(name) for metric in self._metrics)
 
     def forward_done(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._seen_any = True
@@ -317,7 +317,7 @@ class FunctionMetrics(ForwardProbe):
 
     def _measures(self, on: str, tensor: WatchedTensor) -> bool:
         """Return whether a metric due in this sample matches this parameter, and the parameter is not sharded."""
-        if not any(metric.on == on and metric.matches(tensor.name) for metric in self._now):
+        if not any(metric.on == on and metric.names.chooses(tensor.name) for metric in self._now):
             return False
         return self.gets_whole(tensor, needed_by="metrics of parameters, gradients and updates")
 
@@ -328,7 +328,7 @@ class FunctionMetrics(ForwardProbe):
 
     def _apply(self, on: str, name: str, tensor: Tensor, *, also_called: str = "") -> None:
         for metric in tuple(self._now):
-            if metric.on != on or not (metric.matches(name) or (also_called and metric.matches(also_called))):
+            if metric.on != on or not any(map(metric.names.chooses, filter(None, (name, also_called)))):
                 continue
             if on == keys.PARAMETER and (metric, name) in self._tallies.sample:  # measured once per sample
                 continue

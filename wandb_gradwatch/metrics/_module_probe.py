@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -24,13 +24,11 @@ from .._capture.probes import Found, Probe, WatchedTensor
 from .._measure.elements import onto
 from .._runtime.sharding import local_part, world_size
 from ..rules import Rule
-from ._forward_hooks import ROOT, ForwardHook, ModuleIndex, chosen_by, logger, matcher
+from ._forward_hooks import ROOT, ForwardHook, Match, ModuleFilter, ModuleIndex, logger
 from ._rows import Dims, Store, dense, square_of, widened
 
 # Warn after this many measured updates without a matching forward; fewer could belong to another model.
 _PATIENCE_IN_UPDATES: Final = 3
-
-ModuleFilter = NameFilter | type[nn.Module]
 
 
 class ModuleProbe(Probe):
@@ -40,13 +38,11 @@ class ModuleProbe(Probe):
     brings: tuple[type[Rule], ...] = ()  # rules that are added to the default rules together with this probe
     # Whether metrics= may hold several probes of this class, whose match= choose different names.
     may_be_several: ClassVar[bool] = True
-    _match: object = None  # the user's match=, which chooses modules or parameters
-    _matches: Callable[[str], bool]
+    _match = Match(None, "")
     _said: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
-        match = self._match.__name__ if isinstance(self._match, type) else repr(self._match)
-        return f"{type(self).__name__}({'' if self._match is None else match})"
+        return f"{type(self).__name__}({self._match!r})"
 
     def say_once(self, what: str, *args: object) -> None:
         if what not in self._said:
@@ -66,9 +62,6 @@ class ModuleProbe(Probe):
 
     def bind(self, models: ModuleIndex) -> None:
         """Called once by watch(), before any hook exists: check the arguments against the models, and raise errors."""
-
-    def check_match(self, what: str, names: Iterable[str]) -> None:
-        chosen_by(self._matches, names, owner=f"{type(self).__name__}()", match=self._match, what=what)
 
 
 @dataclass(frozen=True)
@@ -129,13 +122,12 @@ class ParameterProbe(ModuleProbe):
     """A probe of the parameters that match."""
 
     def __init__(self, match: NameFilter | None = None) -> None:
-        self._match = match
-        self._matches = matcher(match, repr(self))
+        self._match = Match(match, f"{type(self).__name__}()")
         self._found: dict[str, Found] = {}  # in the open sample
         self._befores = Befores()
 
     def bind(self, models: ModuleIndex) -> None:
-        self.check_match("parameter", models.watched_parameters())
+        self._match.require("parameter", models.watched_parameters())
 
     def take(self) -> Mapping[str, Found]:
         found, self._found = self._found, {}
@@ -185,7 +177,7 @@ class OwnGradientProbe(ParameterProbe):
         self._forget()
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        if not self._matches(name):
+        if not self._match.chooses(name):
             return
         self._begun = True
         own = widened(dense(gradient))
@@ -233,8 +225,7 @@ class ForwardProbe(ModuleProbe):
     )
 
     def __init__(self, match: ModuleFilter | None = None, *, in_evaluation: bool = False) -> None:
-        self._match = match
-        self._matches = (lambda _: False) if isinstance(match, type) else matcher(match, repr(self))
+        self._match = Match(match, f"{type(self).__name__}()")
         self._in_evaluation = in_evaluation
         when: Any = "evaluation" if in_evaluation else "training"
         self._tap = ForwardHook(self, ModuleIndex(), on_logged=self.logged, when=when)  # no models before tap_into()
@@ -252,22 +243,16 @@ class ForwardProbe(ModuleProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         self.tap_into(models)
-        self.check_match("module", dict(models.modules()))
+        self._match.require("module", dict(models.modules()))
 
     def tap_into(self, models: ModuleIndex) -> None:
-        """Observe the forwards of these models from the next sample on, and resolve a match= that is a class."""
+        """Observe the forwards of these models from the next sample on."""
         self._tap.models = models
-        self._look()
-
-    def _look(self) -> None:
-        """If match= is a class, find its current instances."""
-        if isinstance(of_class := self._match, type):
-            names = frozenset(name for name, module in self._tap.models.modules() if isinstance(module, of_class))
-            self._matches = names.__contains__
+        self._match.look_at(models)
 
     def sees(self, name: str, module: nn.Module) -> bool:
         """Return whether to call `forward_done` for this module; called when a sample that is due begins."""
-        return self._matches(name)
+        return self._match.chooses(name)
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Called after the forward of a module for which `sees` returned True."""
@@ -300,7 +285,7 @@ class ForwardProbe(ModuleProbe):
             for store in self._stores:
                 store.pending = {}  # the values belong to no sample
             return
-        self._look()  # there may be new modules
+        self._match.look_at(self._tap.models)  # there may be new modules
         roots = {prefix.removesuffix(".") or ROOT for prefix, _ in self._tap.models.alive()}
         self._tap.hook(self.sees, self.forward_done)
         self._tap.hook(lambda name, _: name in roots, self.forward_begins, at="beginning")

@@ -117,7 +117,7 @@ class OptimizerState(ParameterProbe):
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for tensor, state, group in _with_states(tensors):
-            if tensor.gradient is None or not self._matches(tensor.name):
+            if tensor.gradient is None or not self._match.chooses(tensor.name):
                 continue
             squares = without_scale(reals(dense(tensor.gradient)), tensor.inverse_scale).square()
             wide, second = wide_dtype(squares.device), _moment(state, group, "exp_avg_sq", 1)
@@ -278,7 +278,7 @@ class Spectrum(ParameterProbe):
     def bind(self, models: ModuleIndex) -> None:
         are_flat = models.uses_fsdp1  # FSDP1's parameters do not show which are matrices; they are skipped later
         matrices = [name for name, one in models.watched_parameters().items() if one.ndim > 1 or are_flat]
-        self.check_match("matrix", matrices)
+        self._match.require("matrix", matrices)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._since_product += next_step_is_due
@@ -316,7 +316,7 @@ class Spectrum(ParameterProbe):
         return found
 
     def _is_measured(self, tensor: WatchedTensor) -> bool:
-        if not tensor.parameter.is_floating_point() or not self._matches(tensor.name):
+        if not tensor.parameter.is_floating_point() or not self._match.chooses(tensor.name):
             return False
         layout = Layout.of(tensor)
         cut_sides = {dim > 0 for dim, _, _ in layout.cuts} if layout is not None else set()

@@ -68,6 +68,7 @@ class Ranks(OwnGradientProbe):
     """
 
     logs, brings = frozenset({(keys.RANKS, keys.APART)}), (RanksDisagree, SlowRank)
+    may_be_several = False  # the keys are those of the ranks, whatever match= chooses
 
     def __init__(self, match: NameFilter | None = None, *, checksum_every: int = 10) -> None:
         super().__init__(match)
@@ -94,7 +95,7 @@ class Ranks(OwnGradientProbe):
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         super().gradient_arrived(name, gradient)
-        if self._matches(name):
+        if self._match.chooses(name):
             self._seconds = self._clock() - self._began - self._waited
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -107,7 +108,7 @@ class Ranks(OwnGradientProbe):
         for tensor in tensors:
             layout = Layout.of(tensor)
             has_replicas = layout.num_replicas > 1 if layout else tensor.is_whole
-            if has_replicas and self._matches(tensor.name) and tensor.parameter.numel():
+            if has_replicas and self._match.chooses(tensor.name) and tensor.parameter.numel():
                 self._checksums.append(_bits(tensor.parameter))
                 self._layout.append((tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype), layout))
 
@@ -238,6 +239,7 @@ class NoiseScale(OwnGradientProbe):
     """
 
     logs = frozenset({(keys.NOISE_SCALE, "noise_scale")})
+    may_be_several = False  # both would log under "total"
 
     def __init__(
         self, match: NameFilter | None = None, *, group_by: GroupBy = "module", batch_size: int | None = None
@@ -263,7 +265,7 @@ class NoiseScale(OwnGradientProbe):
         self._num_backwards += 1
         for tensor in tensors:
             gradient = tensor.gradient
-            if gradient is None or gradient.layout is not torch.strided or not self._matches(tensor.name):
+            if gradient is None or gradient.layout is not torch.strided or not self._match.chooses(tensor.name):
                 continue
             if world_size() > 1 and tensor.is_whole:
                 self._averaged[tensor.name] = square_of(gradient)
@@ -311,7 +313,7 @@ class NoiseScale(OwnGradientProbe):
         of_groups: dict[str, FloatArray] = {}
         num, of_ranks = 0, False
         for one in sums.values():
-            if isinstance(one.meaning, ReadByProbe) and one.parameter is not None and self._matches(one.parameter):
+            if isinstance(one.meaning, ReadByProbe) and one.parameter is not None:
                 num, parts = one.meaning.num_parts, np.asarray(one.sums[:2])
                 if of_ranks := one.meaning.of_every_rank:
                     if one.sums[2] != num:  # not merged, or not on every rank
