@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -77,7 +78,7 @@ class Watcher:
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
-        self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect)
+        self._sampler = Sampler(registry, window, config.capture, self._boundary, partial(self._collect, judge=False))
         self._parts = parts = self._sampler.parts
         self._found: list[Alert] = []  # alerts of replays, sent at the next delivery
         guarded = config.capture.guard is not None and config.capture.guard.replay
@@ -198,8 +199,10 @@ class Watcher:
         overhead_ratio = math.nan if newest is None else newest.overhead_ratio
         return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
 
-    def note(self, **context: object) -> None:
+    @alone
+    def note(self, /, **context: object) -> None:
         """Attach values to the open step in the flight recorder, such as `watcher.note(batch=17)`."""
+        self._collect()
         self._dispatcher.recorder.note(self._parts.clock.open_step, **context)
 
     @alone
@@ -345,12 +348,12 @@ class Watcher:
                 logger.exception("wandb_gradwatch could not write the last samples.")
             self._dispatcher.close()
 
-    def _collect(self) -> None:
+    def _collect(self, *, judge: bool = True) -> None:
         """Deliver what has arrived, unless it may later turn out not to be samples."""
         if self._parts.by_hand.withholds and not self._removed:
             self._say()
         elif not self._removed:
-            self._deliver()
+            self._deliver(judge=judge)
 
     def _say(self) -> None:
         while self._parts.notices:
@@ -366,7 +369,7 @@ class Watcher:
             text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
-    def _deliver(self, *, wait: bool = False) -> None:
+    def _deliver(self, *, wait: bool = False, judge: bool = True) -> None:
         self._say()
         is_new, self._is_new = self._is_new, False
         if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
@@ -376,12 +379,13 @@ class Watcher:
             return
         while self._found:
             self._dispatcher.send(self._found.pop(0))
-        if self._pipeline.has_any and not self._boundary.in_forked_child:
+        has_any = self._pipeline.has_any or (judge and self._pipeline.unjudged.samples)
+        if has_any and not self._boundary.in_forked_child:
             schedule, on_rows = self._parts.schedule, self._dispatcher.pop_seconds()
             self._boundary.seconds_spent += on_rows
             schedule.seconds_on_rows += on_rows
             try:
-                self._pipeline.deliver(wait=wait)
+                self._pipeline.deliver(wait=wait, judge=judge)
             finally:  # on_alert may have raised
                 schedule.seconds_left_out += self._rule_runner.pop_seconds_on_alerts()
                 news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()

@@ -25,6 +25,7 @@ from .dispatcher import Dispatcher
 from .rank_merge import RankMerger, RankWindow
 from .rank_parts import RankParts, WholeModel
 from .rule_runner import RuleRunner
+from .unjudged import Unjudged
 
 # P watched parameters, C columns
 
@@ -46,12 +47,13 @@ class News:
 class Pipeline:
     """Receives samples from the sample buffer, and passes snapshots of windows to the dispatcher.
 
-    Owns the queue of arrived samples, the samples of the open window, the windows in the merge over ranks, and the
-    newest snapshot.
+    Owns the queue of arrived samples, those that the rules have not judged, the samples of the open window, the windows
+    in the merge over ranks, and the newest snapshot.
 
     Args:
         seconds_spent: returns the seconds that the monitor has taken so far.
         name: identifies this watcher's messages between ranks; the same on every rank.
+        clock: returns the time in seconds from an arbitrary zero.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class Pipeline:
         dispatcher: Dispatcher,
         seconds_spent: Callable[[], float],
         name: str,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.window: list[ArrivedSample] = []  # samples since the last flush
         self._parts, self._source, self._shards = parts, parts.window, parts.shards
@@ -68,12 +72,15 @@ class Pipeline:
         self._rule_runner = rule_runner
         self._dispatcher = dispatcher
         self._seconds_spent = seconds_spent
-        self._began, self._spent_before = time.perf_counter(), seconds_spent()
+        self.clock = clock
+        self._began, self._spent_before = clock(), seconds_spent()
         self._name = name
         self._rank_parts = RankParts(parts.registry, name) if world_size() > 1 else None  # until the first sample
         self._whole: WholeModel | None = None  # set if ranks have different parameters
         self._probes = parts.probes
         self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
+        self.unjudged = Unjudged()
+        self._known = self._names()  # the names of the unjudged samples
         self._reducer: RankMerger | None = None
         self._merges = True
         self._newest: Snapshot | None = None
@@ -95,7 +102,7 @@ class Pipeline:
 
     def _overhead_ratio(self) -> float:
         """The monitor's share of the time since watch(). The page, summary() and the demo show the last row's value."""
-        ratio = (self._seconds_spent() - self._spent_before) / max(time.perf_counter() - self._began, 1e-9)
+        ratio = (self._seconds_spent() - self._spent_before) / max(self.clock() - self._began, 1e-9)
         return min(max(ratio, 0.0), 1.0)
 
     def pop_unreturned(self) -> Snapshot | None:
@@ -108,8 +115,10 @@ class Pipeline:
         news, self._news = self._news, News()
         return news
 
-    def deliver(self, *, wait: bool = False) -> None:
+    def deliver(self, *, wait: bool = False, judge: bool = True) -> None:
         """Process the samples and windows that have arrived; with `wait`, all that were sent.
+
+        Without `judge`, samples of which nothing is notable may wait until the rules judge several together.
 
         Raises:
             CallbackError: a user's callback raised; all samples and windows were processed nevertheless.
@@ -123,9 +132,14 @@ class Pipeline:
                 raised.append(error)
 
         self._arrived.extend(self._source.poll(wait=wait))
+        if self._arrived and (known := self._names()) is not self._known:
+            attempt(self._judge)
+            self._known = known
         while self._arrived:  # a user's callback may flush, which processes the rest of the same queue
             arrived = self._arrived.popleft()
             attempt(self._take if isinstance(arrived, ArrivedSample) else self._end_window, arrived)
+        if judge:
+            attempt(self._judge)
         if self._reducer is not None:
             windows = self._reducer.poll(wait=wait and self._merges)
             if wait and not (self._merges or self._shards.any):
@@ -151,7 +165,9 @@ class Pipeline:
         self._news.is_untraced |= sample.changed_without_a_trace
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
         some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
-        self._look(np.nansum(sample.rows, axis=0).tolist() if some_are_missing else total_C)
+        if some_are_missing:
+            total_C = np.nansum(sample.rows, axis=0).tolist()
+        self._look(total_C)
         was_zeroed = False
         # Usually a single optimizer has received gradients for all parameters, and none was zeroed.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
@@ -168,7 +184,18 @@ class Pipeline:
                 self._say_zeroed(sample.sample.step)
         finally:
             if not self._parts.merges_ranks:
-                self._rule_runner.check([sample], self._names())
+                self._judge_soon(sample, total_C)
+
+    def _judge_soon(self, sample: ArrivedSample, total_C: Sequence[float]) -> None:
+        """Pass a sample to the rules, or let it wait for the next one if the user has chosen to measure every step."""
+        may_wait, schedule = self.unjudged.add(sample, total_C, now=self.clock()), self._parts.schedule
+        if not may_wait or schedule.is_open_ended or not schedule.is_sampled or self._parts.guard is not None:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Run the rules on the samples that they have not judged."""
+        if samples := self.unjudged.pop():
+            self._rule_runner.check(samples, self._known)
 
     def _derived(self, sample: ArrivedSample) -> ArrivedSample:
         """Add the metrics that the probes derive from the sample's sums, which are those of all ranks."""
@@ -253,6 +280,7 @@ class Pipeline:
         self._newest = self._unreturned = snapshot
         self._dispatcher.recorder.keep_histogram(snapshot)  # before the rules, because alerts may use the histogram
         try:
+            self._judge()
             if unseen:
                 self._rule_runner.check(unseen, known)
         finally:  # a user's callback may raise

@@ -17,7 +17,7 @@ import numpy as np
 from .._measure.columns import NUM_BINS, Column
 from ..rules import Alert
 from ..snapshot import Snapshot
-from ..snapshot._shapes import concatenate
+from ..snapshot._shapes import merge_snapshots, select_samples
 
 # S samples, P watched parameters, C columns, B histogram bins
 
@@ -47,26 +47,28 @@ class Recording:
 class FlightRecorder:
     """Keeps the last samples of every layer on the host, with the user's notes and the alerts.
 
-    Memory is bounded: `max_samples` rows per parameter (31 MB for 1000 parameters and 256 samples), and the newest
-    histogram. Samples are copied from their window, so that the window can be freed.
+    Memory is bounded: `max_samples` rows per parameter (31 MB for 1000 parameters and 256 samples), at most one
+    batch of samples more, and the newest histogram.
     """
 
     def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
         self.max_samples = max_samples
-        self._samples: deque[dict[str, Any]] = deque(maxlen=max_samples)  # arguments of each sample's Snapshot
+        self._batches: deque[dict[str, Any]] = deque()  # arguments of the Snapshot of each batch of samples
+        self._num_samples = 0  # in all batches
         self._newest_histogram: Snapshot | None = None
         self._notes: dict[int, Note] = {}
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep these samples; if there are more than `max_samples`, keep the newest."""
-        samples = [snapshot]  # without a merge over ranks: the arrays are not views of a window
-        if len(snapshot) != 1:
-            samples = [snapshot.sample(index) for index in range(len(snapshot))[-self.max_samples :]]
-        for sample in samples:
-            # Not the snapshot itself, which also holds every statistic that the rules have derived from it.
-            self._samples.append({name: getattr(sample, name) for name in _KEPT})
+        """Keep these samples, whose arrays must not change later; drop the oldest beyond `max_samples`."""
         self.keep_histogram(snapshot)
+        if len(snapshot) > self.max_samples:
+            snapshot = select_samples(snapshot, range(len(snapshot))[-self.max_samples :])
+        # Not the snapshot itself, which also holds every statistic that the rules have derived from it.
+        self._batches.append({name: getattr(snapshot, name) for name in _KEPT})
+        self._num_samples += len(snapshot)
+        while self._num_samples - len(self._batches[0]["steps"]) >= self.max_samples:
+            self._num_samples -= len(self._batches.popleft()["steps"])
 
     def keep_histogram(self, snapshot: Snapshot) -> None:
         """Keep the histogram of these samples, if there is one, in place of the older one. Does not add samples."""
@@ -103,9 +105,12 @@ class FlightRecorder:
 
         A parameter that appeared later is missing (NaN) in earlier samples.
         """
-        merged = concatenate([Snapshot(**kept) for kept in self._samples])
+        if not self._batches:
+            return None
+        merged = merge_snapshots([Snapshot(**kept) for kept in self._batches])
+        merged = select_samples(merged, range(len(merged))[-self.max_samples :])
         newest = self._newest_histogram
-        if merged is None or newest is None or newest.histogram is None:
+        if newest is None or newest.histogram is None:
             return merged
         place = {name: index for index, name in enumerate(merged.names)}
         known = [index for index, name in enumerate(newest.names) if name in place]

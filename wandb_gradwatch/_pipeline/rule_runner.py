@@ -1,4 +1,4 @@
-"""Run the rules on every sample that arrives, and send their alerts with a diagnosis."""
+"""Run the rules on samples that have arrived, and send their alerts with a diagnosis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .dispatcher import Dispatcher
 
 
 class RuleRunner:
-    """Passes every sample to the rules once, in order, when it arrives.
+    """Passes every sample to the rules once, in order.
 
     Args:
         alert_manager: runs the rules, and selects the alerts to send.

@@ -1,0 +1,217 @@
+"""Rules may receive samples one by one or several at a time: alerts, their texts and the state afterwards are equal."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import trainings
+from grad_samples import random_samples, together
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wandb_gradwatch import MemorySink, load_recording, watch
+from wandb_gradwatch._measure.columns import Column
+from wandb_gradwatch._pipeline.alert_manager import AlertManager
+from wandb_gradwatch._pipeline.dispatcher import Dispatcher
+from wandb_gradwatch._pipeline.rule_runner import RuleRunner
+from wandb_gradwatch._transfer.transfers import ArrivedSample, Names, Sample
+from wandb_gradwatch.rules import Alert, default_rules
+from wandb_gradwatch.snapshot import Snapshot, keys
+
+FAULTY = (
+    trainings.wild_mlp,
+    trainings.wild_sgd,
+    trainings.sigmoid_stack,
+    trainings.dead_relus,
+    trainings.frozen_layer,
+    trainings.detached_layer,
+    trainings.poisoned_batch,
+    trainings.rate_jumps,
+    trainings.zeroed_before_step,
+    trainings.growing_depth,
+    trainings.invalid_operation,
+    trainings.tiny_loss_fp16,
+    trainings.large_initialisation,
+    trainings.small_initialisation,
+)
+
+
+def recorded(make) -> Snapshot:
+    """Return the samples of a training, with its losses."""
+    training = make(seed=0)
+    samples = training.run(90)
+    losses = np.array(training.losses)
+    bad = ~np.isfinite(losses)
+    known = {keys.LOSS: np.where(bad, np.nan, losses), keys.NUM_NONFINITE_LOSS: bad.astype(float)}
+    return replace(samples, metrics=known | {keys.LEARNING_RATE: np.full(len(losses), 0.01)})
+
+
+RECORDED = {make.__name__: recorded(make) for make in (trainings.mlp, *FAULTY)}
+RECORDED["random"] = together(random_samples(3))
+
+
+def arrived(samples: Snapshot) -> list[ArrivedSample]:
+    """Return the samples as they arrive in the pipeline."""
+    return [
+        ArrivedSample(
+            Sample(int(step), bool(samples.skipped[place]), ()),
+            samples.rows[place].copy(),
+            float(samples.loss_scale[place]),
+            bool(samples.skipped[place]),
+            {key: float(values[place]) for key, values in samples.metrics.items()},
+        )
+        for place, step in enumerate(samples.steps)
+    ]
+
+
+def judged(samples: Snapshot, sizes: list[int]) -> tuple[list[Alert], bool, str]:
+    """Return the alerts that are sent if batches of these sizes follow each other in turn, and the state afterwards."""
+    sent: list[Alert] = []
+    manager = AlertManager(default_rules(), clock=lambda: 0.0)
+    runner = RuleRunner(manager, Dispatcher([], [sent.append], to_terminal=False), modules={})
+    known, waiting = Names(samples.names, tuple(samples.trainable.tolist())), arrived(samples)
+    for turn in range(len(waiting)):
+        batch, waiting = waiting[: sizes[turn % len(sizes)]], waiting[sizes[turn % len(sizes)] :]
+        if batch:
+            runner.check(batch, known)
+    return sent, manager.healthy, json.dumps(manager.state_dict(), sort_keys=True)
+
+
+ONE_BY_ONE = {name: judged(samples, [1]) for name, samples in RECORDED.items()}
+
+
+def test_the_trainings_show_what_could_differ():
+    titles = {name: {alert.title for alert in sent} for name, (sent, _, _) in ONE_BY_ONE.items()}
+    assert not titles["mlp"]
+    assert len(set().union(*titles.values())) >= 8, titles
+    assert any(np.isnan(samples.rows[..., Column.NUM_ELEMENTS]).any() for samples in RECORDED.values())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@given(sizes=st.lists(st.integers(1, 16), min_size=1, max_size=12))
+@settings(max_examples=6, deadline=None)
+def test_alerts_and_state_do_not_depend_on_how_samples_are_batched(name, sizes):
+    assert judged(RECORDED[name], sizes) == ONE_BY_ONE[name]
+
+
+class Seen:
+    """A rule that notes which steps it is called with."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def check(self, snapshot: Snapshot) -> list[Alert]:
+        self.steps.append(snapshot.steps.tolist())
+        return []
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+    def since(self, step: int) -> list[list[int]]:
+        """Return the batches that begin after this step."""
+        return [steps for steps in self.steps if steps[0] > step]
+
+
+class Loop:
+    """A training whose steps take `seconds` each, with gradients of 1 times `factor`."""
+
+    def __init__(self, *, seconds: float = 1e-3, **kwargs: object) -> None:
+        torch.manual_seed(0)
+        self.model, self.seen, self.now = torch.nn.Linear(3, 2), Seen(), 0.0
+        self.optimizer, self.seconds = torch.optim.SGD(self.model.parameters(), lr=1e-3), seconds
+        arguments = {"sample_every": 1, "log_every": 10**6} | kwargs
+        self.watcher = watch(self.model, rules=[self.seen], sinks=[MemorySink()], **arguments)
+        self.watcher._pipeline.clock = lambda: self.now
+
+    def step(self, factor: float = 1.0, *, parameters: int = 2) -> None:
+        self.now += self.seconds
+        self.optimizer.zero_grad()
+        sum(factor * parameter.sum() for parameter in list(self.model.parameters())[:parameters]).backward()
+        self.optimizer.step()
+
+    def steps(self, num: int) -> Loop:
+        for _ in range(num):
+            self.step()
+        return self
+
+
+def test_at_most_16_samples_wait_after_the_first_100():
+    loop = Loop().steps(140)
+    assert loop.seen.steps == [[step] for step in range(1, 101)] + [list(range(101, 117)), list(range(117, 133))]
+
+
+def test_no_sample_waits_longer_than_20_ms():
+    assert list(map(len, Loop(seconds=4.1e-3).steps(160).seen.since(100)))[:5] == [5] * 5  # after 16.4 ms
+    assert list(map(len, Loop(seconds=20.1e-3).steps(160).seen.since(100))) == [1] * 60
+
+
+def test_nothing_waits_between_samples_that_are_apart_nor_where_the_budget_decides_nor_with_a_guard():
+    for arguments in ({"sample_every": 2}, {"sample_every": None, "max_overhead": 0.99}, {"guard": "skip"}):
+        assert {len(steps) for steps in Loop(**arguments).steps(260).seen.steps} == {1}, arguments
+
+
+@pytest.mark.parametrize(
+    "notable",
+    [
+        lambda loop: loop.step(math.nan),
+        lambda loop: loop.step(math.inf),
+        lambda loop: loop.step(2.1),
+        lambda loop: loop.step(0.4),
+        lambda loop: loop.step(0.0),
+        lambda loop: loop.step(parameters=1),
+        lambda loop: (loop.watcher.loss(math.nan), loop.step()),
+        lambda loop: (loop.model.bias.data.fill_(math.nan), loop.step()),
+    ],
+)
+def test_a_notable_sample_is_judged_at_its_own_step_with_all_that_wait(notable):
+    loop = Loop().steps(104)
+    notable(loop)
+    assert loop.seen.since(100) == [[101, 102, 103, 104, 105]]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda watcher: watcher.healthy,
+        lambda watcher: watcher.latest,
+        lambda watcher: watcher.summary(),
+        lambda watcher: watcher.diagnose(),
+        lambda watcher: watcher.note(batch=1),
+        lambda watcher: watcher.wait(),
+        lambda watcher: watcher.flush(),
+        lambda watcher: watcher.state_dict(),
+        lambda watcher: watcher.remove(),
+    ],
+)
+def test_whoever_asks_gets_the_verdict_on_every_sample(ask):
+    loop = Loop().steps(105)
+    ask(loop.watcher)
+    assert loop.seen.since(100) == [[101, 102, 103, 104, 105]]
+
+
+def test_the_row_of_a_flush_and_a_recording_contain_judged_samples_only(tmp_path):
+    assert Loop(log_every=105).steps(105).seen.since(100) == [[101, 102, 103, 104, 105]]
+    loop = Loop().steps(105)
+    [path] = loop.watcher.record(tmp_path / "recording")
+    assert load_recording(path).snapshot.steps.tolist() == list(range(1, 106))
+
+
+def test_samples_before_and_after_a_parameter_is_frozen_are_judged_apart():
+    loop = Loop().steps(103)
+    loop.model.bias.requires_grad = False
+    loop.step(parameters=1)
+    assert loop.seen.since(100) == [[101, 102, 103], [104]]
+
+
+def test_after_a_rollback_samples_are_judged_one_by_one():
+    loop = Loop().steps(105)
+    loop.watcher.load_state_dict(loop.watcher.state_dict())
+    assert loop.steps(50).seen.since(105) == [[step] for step in range(106, 156)]
