@@ -61,10 +61,10 @@ def test_units_that_die_of_a_huge_first_gradient_are_its_consequence(gradient, c
 )
 def test_a_gradient_from_one_layer_on_back_may_be_a_terms_of_the_loss_if_this_has_moved(losses, cause, rival):
     usual, norms = (
-        {f"{layer}.weight": [1.0] for layer in range(3)},
-        {"0.weight": [1e4], "1.weight": [1e4], "2.weight": [1.0]},
+        {f"{layer}.weight": [0.0, 1.0] for layer in range(3)},
+        {"0.weight": [0.0, 1e4], "1.weight": [0.0, 1e4], "2.weight": [0.0, 1.0]},
     )
-    ones = {name: np.ones(1) for name in usual}
+    ones = {name: np.ones(2) for name in usual}
     calm = [
         sample_of(usual, step=step, parameters={n: (1 + 1e-6 * step) * w for n, w in ones.items()})
         for step in range(1, 21)

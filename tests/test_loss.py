@@ -297,6 +297,7 @@ def test_a_loss_that_is_unknown_has_not_moved() -> None:
         ([8, 9, 10, 11], [0.8, 0.9, 1.0, 5.0], True),
         ([8, 9, 10, 75], [0.8, 0.9, 1.0, 7.5], False),  # a linear warm-up, of which 64 steps were not measured
         ([8, 9, 10, 75], [0.8, 0.9, 1.0, 30.0], True),  # three times as high as a warm-up goes, and more
+        ([1, 50, 90, 139], [1.0, 1.0, 6.0, 100.0], True),  # from step 1 a warm-up may rise this far, not from step 50
     ],
 )
 def test_a_warm_up_between_samples_is_no_rise_of_the_learning_rate(

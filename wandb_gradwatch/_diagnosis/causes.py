@@ -78,7 +78,7 @@ _EXPLOSION, SILENCE = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("
 CAUSES: Final[dict[str, tuple[str, ...]]] = {
     LEARNING_RATE: (*_EXPLOSION, "Loss scale collapse", "Parameters grow too fast", "Loss spike", "Non-finite loss"),
     INITIALISATION: (*_EXPLOSION, *SILENCE, "Loss scale collapse", "Initial weights"),
-    DEPTH: _EXPLOSION,
+    DEPTH: (*_EXPLOSION, "Parameters grow too fast"),
     RECURRENCE: _EXPLOSION,
     SATURATION: ("Vanishing gradient",),
     BATCH_NORM: (*_EXPLOSION, *SILENCE),
@@ -97,7 +97,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     LARGE_DATA: SILENCE,
     LOSS_SCALE: ("Exploding gradient", "Parameters grow too fast", "Loss spike"),
     BACKWARD: ("Exploding gradient",),
-    UNBOUNDED[0]: (*_EXPLOSION, "Parameters grow too fast", "Loss below 0"),
+    UNBOUNDED[0]: (*_EXPLOSION, *SILENCE, "Parameters grow too fast", "Loss below 0"),
     MULTIPLIED: (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss"),
     DEVIATION: ("Exploding gradient",),
     FADING: ("Vanishing gradient",),

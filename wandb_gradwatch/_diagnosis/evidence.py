@@ -168,7 +168,7 @@ class Evidence:
         before = self.loss_S[self.clean[self.clean < sample][-_NEIGHBOURS:]]
         before = before[np.isfinite(before)]
         if len(before) < _MIN_NEIGHBOURS:
-            return False
+            return len(before) > 1 and bool(0 <= self.loss_S[sample] <= before.max())
         return bool(abs(self.loss_S[sample] - (before.min() + before.max()) / 2) <= np.ptp(before))
 
     def loss_factor(self, sample: int) -> float:
@@ -274,6 +274,15 @@ class Evidence:
         if len(past_N) > _MIN_NEIGHBOURS and past_N[-1] > past_N[-_NEIGHBOURS - 1 : -1].max() + np.log(10):
             return int(self.clean[-1])
         return self.spikes[-1][0] if self.spikes else None
+
+    @property
+    def spike_began(self) -> int | None:
+        """The first of the newest samples in a row that are each 10 times the largest of the 16 before, of which two
+        are enough; otherwise the last spike."""
+        past_N, began = self.log_norm_N, len(self.log_norm_N)
+        while began > 2 and past_N[began - 1] > past_N[max(began - 1 - _NEIGHBOURS, 0) : began - 1].max() + np.log(10):
+            began -= 1
+        return int(self.clean[began]) if began < len(past_N) else self.last_spike
 
 
 def _length_of_run(flags_N: npt.NDArray[np.bool_]) -> int:

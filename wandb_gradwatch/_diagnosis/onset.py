@@ -29,10 +29,11 @@ _PRECISION: Final = 1e-2  # smallest deviation, as a share of the median
 
 @dataclass(frozen=True)
 class RateRise:
-    """A rise of the learning rate: at once in the update of a sample, or step by step up to it."""
+    """A rise of the learning rate: at once in the update of a sample, or step by step up to it, since another one."""
 
     before: float
     after: float
+    since: int
     sample: int
     at_once: bool
 
@@ -64,13 +65,13 @@ def rate_rise(history: Snapshot) -> RateRise | None:
         if now < len(history) - _RECENT:
             break
         if rate_S[now] >= _rise_of_a_schedule(history, before, now) * rate_S[before]:
-            return RateRise(float(rate_S[before]), float(rate_S[now]), now, at_once=True)
+            return RateRise(float(rate_S[before]), float(rate_S[now]), before, now, at_once=True)
     if not known.size:
         return None
-    lowest, last = int(known[np.argmin(rate_S[known])]), int(known[-1])
-    if rate_S[last] < _rise_of_a_schedule(history, lowest, last) * rate_S[lowest]:
-        return None
-    return RateRise(float(rate_S[lowest]), float(rate_S[last]), last, at_once=False)
+    last = int(known[-1])
+    rises = [(float(rate_S[last] / rate_S[s]) / _rise_of_a_schedule(history, s, last), s) for s in known.tolist()]
+    rise, before = max(rises)
+    return RateRise(float(rate_S[before]), float(rate_S[last]), before, last, at_once=False) if rise >= 1 else None
 
 
 def _rise_of_a_schedule(history: Snapshot, before: int, now: int) -> float:

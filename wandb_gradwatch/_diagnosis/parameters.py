@@ -64,6 +64,11 @@ class Parameters:
             return 0.0
         return math.expm1(min(math.log1p(float(changes[place])) * self.num_updates_from(sample), 700.0))
 
+    def factor_since(self, sample: int) -> float:
+        """Return the parameters' norm in the newest sample / their norm in this one; NaN if it is unknown."""
+        before, now = np.nansum(self._history.column(Column.PARAM_SUM_SQ)[[sample, -1]], axis=1).tolist()
+        return math.sqrt(now / before) if before > 0 else math.nan
+
     def num_updates_from(self, sample: int) -> int:
         """Return the number of updates from this sample to the next one."""
         return int(self._history.steps[sample + 1] - self._history.steps[sample])

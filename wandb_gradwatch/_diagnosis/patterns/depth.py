@@ -17,11 +17,13 @@ from ..evidence import DEEP, FIRST_GRADIENT, Evidence
 
 _MIN_PAST: Final = 5  # least number of samples that define what is usual
 _RAISED, _USUAL = 30.0, 3.0  # multiples of a layer's usual norm: from the first it is raised, up to the second usual
+_CONTRAST, _MOST_USUAL = 100.0, 10.0  # where a layer is raised so many times further, up to the second is usual, too
 _MULTIPLIED: Final = 1.5  # least rise of an exploding recurrence / rise of the layers after it
 _OTHER_TERM: Final = (
     "a term of the loss that acts there, with another weight or the wrong sign; the values of the loss's terms tell "
     "them apart"
 )
+_OTHER_INPUTS: Final = "the data of these layers alone has changed; the loss of this step tells them apart"
 _SATURATED: Final = ("Sigmoid", "Tanh", "Hardsigmoid", "Softsign", "LogSigmoid")
 _UNSATURATED: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU", "Softplus")
 
@@ -98,19 +100,23 @@ def _comes_from_above(evidence: Evidence, recurrent: list[int]) -> bool:
 
 def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     """Fault inside the backward: a spike begins between two layers; the norms are usual after it, and large before."""
-    sample = evidence.last_spike
-    if sample is None or evidence.parameters.jump is not None:
+    sample = evidence.spike_began
+    if sample is None or (evidence.parameters.jump is not None and evidence.parameters.jump[1] < sample):
         return None
     names, rise_L = evidence.layers.by_module.names, evidence.layers.rise_at(sample)
-    known = np.flatnonzero(np.isfinite(rise_L))
+    # A single number, such as a temperature, has no place in the depth.
+    known = np.flatnonzero(np.isfinite(rise_L) & (evidence.layers.by_module.num_elements[sample] > 1))
     raised = [int(place) for place in known if rise_L[place] > _RAISED]
     after = [int(place) for place in known if raised and place > raised[-1]]
-    if not raised or not after or float(rise_L[after].max()) > _USUAL:
+    if not raised or not after:
+        return None
+    if float(rise_L[after].max()) > np.clip(float(rise_L[raised].min()) / _CONTRAST, _USUAL, _MOST_USUAL):
         return None
     before = [place for place in known if place <= raised[-1]]
     # Of parallel branches one can rise alone for reasons of its own, together with the loss.
     is_one_branch = branch_of(names[raised[-1]]) == branch_of(names[after[0]])
-    if len(raised) < 0.8 * len(before) or not (is_one_branch or evidence.has_usual_loss(sample)):
+    is_loss_known, has_usual_loss = evidence.is_loss_known(sample), evidence.has_usual_loss(sample)
+    if len(raised) < 0.8 * len(before) or not (is_one_branch or has_usual_loss or not is_loss_known):
         return None
     weights, biases = evidence.layers.split(raised[-1])
     rise_P = evidence.layers.parameter_rise_at(sample)
@@ -129,10 +135,10 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     if evidence.layers.is_normalisation(after[0]):
         rival = f"{BACKWARD}; the deviation of what {names[after[0]]} receives tells them apart"
         return Diagnosis(DEVIATION, 0.9, words, f"look at this step's batch and at the layer's eps; {remedy}", rival)
-    if evidence.is_loss_known(sample) and not evidence.has_usual_loss(
-        sample
-    ):  # a backward does not change the loss of its own step
+    if is_loss_known and not has_usual_loss:  # a backward does not change the loss of its own step
         return Diagnosis(BACKWARD, 0.8, words, remedy, _OTHER_TERM)
+    if not (is_loss_known or is_one_branch):
+        return Diagnosis(BACKWARD, 0.8, words, remedy, _OTHER_INPUTS)
     return Diagnosis(BACKWARD, 0.9, words, remedy)
 
 

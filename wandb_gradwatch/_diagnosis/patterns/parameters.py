@@ -25,6 +25,7 @@ from ..parameters import MAX_LEAP
 _MULTIPLIED: Final = 10.0  # multiple of the usual loss and gradient; less may be an unusual batch
 _ALIKE: Final = 2.0  # largest ratio between the factors of the loss and of all layers
 _LOWER: Final = 1.2  # multiple of the lowest loss, below 0; less may be due to the batch
+_FAR_SINCE: Final = 2.0  # factor of the parameters' norm since a learning rate began to rise: the rise is felt
 _FIRST_STEPS: Final = 5
 _TOO_SMALL: Final = 0.04  # share of the size that preserves a signal
 _MIN_ELEMENTS: Final = 16  # smaller parameters are scales, which may begin anywhere
@@ -53,6 +54,7 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         words = f"it rose from {number(rose.before)} to {number(rose.after)} {when} step {evidence.step(rose.sample)}"
         parameters = evidence.parameters
         has_leapt = parameters.leap is not None or parameters.change_from(rose.sample) > MAX_LEAP
+        has_leapt = has_leapt or parameters.factor_since(rose.since) > _FAR_SINCE
         is_felt = parameters.is_moving or has_leapt or parameters.jump or evidence.growth
         rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up rises, too
         is_seen = bool(is_felt) and rose.at_once

@@ -1,0 +1,116 @@
+"""First causes at the default cadence: samples far apart, and between them samples of which no loss is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from grad_samples import sample_of, together
+
+from wandb_gradwatch._diagnosis import Diagnosis, diagnose, with_diagnosis
+from wandb_gradwatch.rules._base import finding
+from wandb_gradwatch.snapshot import Snapshot, keys
+
+FIRST_STEPS = (*range(1, 11), 30)
+
+
+def history_of(
+    steps: Sequence[int],
+    norms: dict[str, Sequence[float]],
+    *,
+    size: int = 4,
+    weights: Sequence[float] | None = None,
+    losses: Sequence[float] | None = None,
+    rates: Sequence[float] | None = None,
+) -> Snapshot:
+    """Return samples of parameters with these gradients, with all weights of one value in each sample, usually near 1,
+    and with these losses and learning rates, if they are known."""
+    values = 1 + 1e-6 * np.arange(len(steps)) if weights is None else weights
+    samples = [
+        sample_of(
+            {name: np.full(1 if name == "heat" else size, norm[place]) for name, norm in norms.items()},
+            step=step,
+            parameters={name: np.full(1 if name == "heat" else size, values[place]) for name in norms},
+        )
+        for place, step in enumerate(steps)
+    ]
+    known = {keys.LOSS: losses, keys.LEARNING_RATE: rates}
+    return replace(
+        together(samples), metrics={key: np.array(values) for key, values in known.items() if values is not None}
+    )
+
+
+def first_of(history: Snapshot) -> Diagnosis:
+    return diagnose(history)[0]
+
+
+def told_of(title: str, history: Snapshot) -> str:
+    """Return the text of an alert of the newest sample, with its diagnosis."""
+    alert = finding(title, "A fact.", "", "not clear: anything", "nothing", int(history.steps[-1]))
+    return with_diagnosis(alert, history).text.partition("Probable cause: ")[2]
+
+
+BACKWARD = "something in the backward of a layer multiplies the gradient"
+
+
+@pytest.mark.parametrize(
+    ("steps", "raised", "loss", "rival"),
+    [
+        ((10, 30, 50), 1e3, 0.02, ""),  # two samples before show what is usual, as three layers are compared
+        ((10, 30, 50), 1e3, 5.0, "a term of the loss that acts there"),
+        ((1, 2, 3, 4, 5, 10, 30, 50), 1e3, np.nan, ""),  # a sample between the planned ones: its loss is not known
+    ],
+)
+def test_few_samples_show_a_gradient_that_grows_between_two_layers(steps, raised, loss, rival):
+    norms = {f"{layer}.weight": [1.0] * (len(steps) - 1) + [raised if layer < 2 else 1.0] for layer in range(4)}
+    found = first_of(history_of(steps, norms, losses=[*np.linspace(0.1, 0.06, len(steps) - 1), loss]))
+    assert (found.cause, found.rival.startswith(rival) if rival else found.rival == "") == (BACKWARD, True)
+
+
+@pytest.mark.parametrize(("loss", "is_sure"), [(0.05, True), (np.nan, False)])
+def test_of_two_branches_one_may_rise_with_its_data_where_the_loss_is_not_known(loss, is_sure):
+    names = ("heat", "seen.weight", "words.weight")  # a temperature has no place in the depth
+    norms = {name: [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1e4 if name == "seen.weight" else 1.0] for name in names}
+    found = first_of(history_of((5, 10, 30, 50, 70, 90, 110), norms, losses=[*np.linspace(0.1, 0.05, 6), loss]))
+    assert found.cause == BACKWARD
+    assert found.rival.startswith("" if is_sure else "the data of these layers alone has changed")
+    assert (found.rival == "") == is_sure
+
+
+def test_a_norm_of_three_times_the_usual_is_usual_behind_layers_that_have_risen_a_thousandfold():
+    norms = {f"{layer}.weight": [*[1.0] * 11, 1e3 if layer < 2 else 4.0] for layer in range(4)}
+    assert first_of(history_of((*FIRST_STEPS, 50), norms)).cause == BACKWARD
+
+
+def test_a_gradient_that_was_multiplied_two_samples_ago_is_still_the_cause_when_all_of_it_explodes():
+    steps, weights = (*FIRST_STEPS, 50, 52), [*[1.0] * 12, 3.0]
+    norms = {f"{layer}.weight": [*[1.0] * 11, 1e3 if layer < 2 else 1.0, 1e7] for layer in range(4)}
+    found = first_of(history_of(steps, norms, weights=weights, losses=[*np.linspace(0.1, 0.04, 12), 1e4]))
+    assert found.cause == BACKWARD
+    assert "at step 50" in found.evidence
+
+
+def test_units_that_die_while_the_loss_falls_below_0_die_of_its_sign():
+    norms = {"0.weight": [0.0] * 12, "1.weight": [*[0.1] * 11, 10.0]}
+    history = history_of(range(1, 13), norms, losses=[*[0.5] * 11, -9.0])
+    assert told_of("Dead gradient", history).startswith("the wrong sign of the loss, or")
+
+
+def test_an_explosion_through_depth_is_why_parameters_grow():
+    norms = {f"{layer}.weight": [10.0 ** (3 - layer)] * 3 for layer in range(4)}  # tenfold from layer to layer
+    text = told_of("Parameters grow too fast", history_of((1, 2, 3), norms, weights=[10.0, 10.4, 10.8]))
+    assert text.startswith("explosion through depth (norm grows 1000x from 3 back to 0, layer by layer)")
+
+
+@pytest.mark.parametrize(("weight", "is_felt"), [(1.01, False), (5.0, True)])
+def test_a_rate_that_rises_step_by_step_is_felt_where_the_weights_have_doubled_since(weight, is_felt):
+    steps = (1, 30, 50, 70, 90, 110, 130)
+    weights = np.append(np.ones(4), np.linspace(1.0, weight, 3))
+    # A warm-up may rise as far from step 1, but not from step 50.
+    rates = [0.003, 0.003, 0.003, 0.0075, 0.019, 0.047, 0.118]
+    found = first_of(history_of(steps, {"a.weight": [0.1] * 7}, weights=weights, rates=rates))
+    assert found.cause == "learning rate too high"
+    assert found.evidence == "it rose from 0.003 to 0.118 up to step 130"
+    assert found.explains("Dead gradient") == is_felt
