@@ -56,6 +56,16 @@ def test_activations_are_compared_on_the_same_batch_and_over_micro_batches():
     assert found["parameter/0.weight/cosine"][0] == pytest.approx(1.0, rel=1e-6)
 
 
+def test_of_two_models_with_equal_shapes_the_one_that_was_copied_is_compared():
+    torch.manual_seed(0)
+    twins = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+    watcher, sink = watch(twins, [Reference(twins["b"])])
+    sum(model(torch.ones(1, 2)).sum() for model in twins.values()).backward()
+    SGD([parameter for model in twins.values() for parameter in model.parameters()], lr=0.1).step()
+    found = {key: of.tolist() for key, of in values(watcher, sink).items() if key.endswith("/difference")}
+    assert found == {"parameter/b.weight/difference": [0], "parameter/b.bias/difference": [0]}
+
+
 def cosine(tensor, reference):
     return torch.cosine_similarity(tensor.flatten(), reference.flatten(), dim=0)
 

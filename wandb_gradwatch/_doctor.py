@@ -8,7 +8,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -62,8 +62,8 @@ def _say_checks(checks: list[Check]) -> None:
 
 def _say_overhead(num_parameters: int) -> None:
     title(f"Training about {num_parameters:,} parameters here, with and without watch(sample_every=1)")
-    with click.progressbar(length=2 * PAIRS, label="  blocks of steps") as bar:
-        measured = measure_overhead(num_parameters, lambda done: bar.update(done - bar.pos))
+    with click.progressbar(range(2 * PAIRS), label="  blocks of steps") as blocks:
+        measured = measure_overhead(num_parameters, blocks)
     pairs(
         [
             ("model", f"{measured.num_parameters:,} parameters, {measured.batch} rows per step, on {measured.device}"),
@@ -218,11 +218,11 @@ class OverheadMeasurement:
     sample_every: int  # keeps the overhead within ACCEPTABLE_OVERHEAD; about what the default cadence chooses
 
 
-def measure_overhead(num_parameters: int, progress: Callable[[int], object] | None = None) -> OverheadMeasurement:
+def measure_overhead(num_parameters: int, blocks: Iterable[int] = range(2 * PAIRS)) -> OverheadMeasurement:
     """Train a multi-layer perceptron in pairs of blocks, one with and one without watch(), and compare each pair.
 
     The order alternates (without-with, with-without, ...), so that a machine that slows down or is shared affects both
-    sides equally. `progress` is called with the number of finished blocks.
+    sides equally. `blocks` counts the blocks from 0.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     width = max(round(math.sqrt(num_parameters / LAYERS)), 1)
@@ -234,12 +234,10 @@ def measure_overhead(num_parameters: int, progress: Callable[[int], object] | No
     wait_for_kernels()  # compiling slows down the steps, but only once per training
     plain_ms: list[float] = []
     watched_ms: list[float] = []
-    for done in range(2 * PAIRS):
-        watched = done % 4 in (1, 2)
+    for block in blocks:
+        watched = block % 4 in (1, 2)
         times = watched_ms if watched else plain_ms
         times.append(_train_block(model, optimizer, batch, STEPS_PER_BLOCK, watched=watched))
-        if progress is not None:
-            progress(done + 1)
     shares = [(with_it - without) / with_it for with_it, without in zip(watched_ms, plain_ms, strict=True)]
     ratio = statistics.median_low(shares)
     middle = shares.index(ratio)  # the times shown are from the same pair as the ratio

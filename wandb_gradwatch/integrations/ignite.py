@@ -185,12 +185,8 @@ class GradWatch(Watching):
         norm = _norm(tensors)
         state.metrics[f"{self._prefix}grad_norm"] = norm
         try:
-            if not norm < math.inf:
-                spike = True
-            elif self._rule is not None:
-                spike = bool(self._rule(norm))
-            else:
-                spike = norm > self._usual.limit(names, np.array(mask))
+            exceeds = self._rule or (lambda norm: norm > self._usual.limit(names, np.array(mask)))
+            spike = not norm < math.inf or bool(exceeds(norm))
             is_first = spike and not state.unhealthy_spike
             self._judged[names, mask] = (norm, spike)
             state.unhealthy_spike = state.unhealthy_spike or spike

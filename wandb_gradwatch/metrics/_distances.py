@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from .._measure.elements import onto, wide_dtype
 from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
+from .._runtime.wrappers import unwrapped
 from ..snapshot import keys
 from ._forward_hooks import ForwardHook, Match, ModuleIndex, logger
 from ._metric import Metric
@@ -123,7 +125,7 @@ class Reference(ForwardProbe):
             )
         self._is_copy = reference is None
         self._reference = copy.deepcopy(model).requires_grad_(False) if reference is None else reference
-        # Keep only the shapes of the watched model; a strong reference to the model would keep it alive.
+        self._made_of = weakref.ref(unwrapped(model))  # a strong reference would keep the model alive
         self._frozen = ModuleIndex([("", self._reference)]).parameters()
         self._shapes = _shapes_of(self._reference)
         if wrong := sorted(set(self._shapes.items()) ^ set(_shapes_of(model).items())):
@@ -149,7 +151,9 @@ class Reference(ForwardProbe):
         self._sums = self.collect(Store[tuple[str, str], Tensor](add_on_device))
 
     def bind(self, models: ModuleIndex) -> None:
-        for prefix, model in models.alive():
+        # Of several models with the same shapes, such as twins, the one that the reference was made of comes first.
+        made_of = self._made_of()
+        for prefix, model in sorted(models.alive(), key=lambda one: all(it is not made_of for it in one[1].modules())):
             self._prefix, models_of = prefix, ModuleIndex([(prefix, model)])
             shapes = _shapes_of(model)
             if shapes.keys() == self._shapes.keys() if models_of.uses_fsdp1 else shapes == self._shapes:

@@ -128,33 +128,27 @@ class ForwardHook:
         self.models = models
         self.boundary = ErrorBoundary(self._failed)
         self._owner, self._on_logged, self._when = owner, on_logged, when
-        self._hooked: dict[At, _Hooked] = {}
+        self._hooked: dict[At, dict[str, tuple[weakref.ref[nn.Module], RemovableHandle]]] = {}  # by name
 
     def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput, *, at: At = "end") -> None:
-        """Hook every chosen module that has no hook at this place yet; of modules with the same name, the outermost.
+        """Hook the chosen modules at this place, and no others; of modules with the same name, the outermost.
 
         "any end" also runs after a forward that raised; its hook gets None as the output, like one at the "beginning".
         """
-        taken: set[str] = set()
         self.names.clear()
-        hooked = self._hooked.setdefault(at, _Hooked())
-        not_met = dict(hooked)
+        wanted: dict[str, nn.Module] = {}
         for name, module in self.models.modules():
             self.names[module] = name
-            if name in taken or not chosen(name, module):
-                continue
-            taken.add(name)
-            if module in not_met:
-                _, hook = not_met.pop(module)
-                hook.name = name  # the name changes if the module moves, for instance into a wrapper
-            else:
-                hook = _Hook(self, name, seen, is_end=at == "end")
-                register: Any = module.register_forward_hook if at != "beginning" else module.register_forward_pre_hook
-                handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
-                hooked[module] = handle, hook
-        for module, (handle, _) in not_met.items():  # no longer in the model, or not chosen under its new name
-            handle.remove()
-            del hooked[module]
+            if name not in wanted and chosen(name, module):
+                wanted[name] = module
+        hooked = self._hooked.setdefault(at, {})
+        for name in [name for name, (module, _) in hooked.items() if module() is not wanted.get(name)]:
+            hooked.pop(name)[1].remove()  # the module was removed or moved, for instance into a wrapper
+        for name in [name for name in wanted if name not in hooked]:
+            module, hook = wanted[name], _Hook(self, name, seen, is_end=at == "end")
+            register: Any = module.register_forward_hook if at != "beginning" else module.register_forward_pre_hook
+            handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
+            hooked[name] = weakref.ref(module), handle
 
     def open(self) -> None:
         self.is_open = not self.boundary.stopped
@@ -167,7 +161,7 @@ class ForwardHook:
 
     def remove(self) -> None:
         self.shut()
-        for handle, _ in (pair for hooked in self._hooked.values() for pair in hooked.values()):
+        for _, handle in (pair for hooked in self._hooked.values() for pair in hooked.values()):
             handle.remove()
         self._hooked = {}
 
@@ -197,18 +191,16 @@ class ForwardHook:
 
 class _Hook(TransientHook):
     def __init__(self, tap: ForwardHook, name: str, seen: SeenOutput, *, is_end: bool) -> None:
-        self._tap, self.name, self._seen, self._is_end = tap, name, seen, is_end
+        self._tap, self._name, self._seen, self._is_end = tap, name, seen, is_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
         # This must be the first check: a compiler that traces the hook then sees a constant and adds no guard.
         if torch.compiler.is_compiling() or not self._tap.is_open:
             return
         if self._is_end:
-            self._tap.order.setdefault(self.name, len(self._tap.order))
-        self._tap.see(lambda: self._seen(self.name, module, args, kwargs, output))
+            self._tap.order.setdefault(self._name, len(self._tap.order))
+        self._tap.see(lambda: self._seen(self._name, module, args, kwargs, output))
 
-
-_Hooked = weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, _Hook]]
 
 _open_taps: Final[dict[ForwardHook, SeenThing]] = {}
 
