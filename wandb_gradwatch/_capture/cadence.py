@@ -116,7 +116,7 @@ class Budget:
     _DEBT_STEPS: Final = 50  # from the third on, only while monitoring has cost less than this many steps
     _SAVED: Final = 0.1  # share of the credit that is saved for bursts
     _ON_CREDIT: Final = 8  # number of consecutive samples in a burst while the first steps may make debt
-    _FOR_CHECKS: Final = 0.1  # share of the credit for spot checks
+    _FOR_CHECKS: Final = 0.2  # share of the credit for spot checks
     _FOR_SAMPLES: Final = 0.5  # the least share of the credit for samples, however much counting steps costs
 
     def __init__(self, max_overhead: float) -> None:
@@ -151,7 +151,7 @@ class Budget:
         return self.is_covered and self._burst_left > 0
 
     def checks_every(self, seconds: float) -> int:
-        """Return the steps between spot checks that cost so many seconds each: they get a tenth of the credit."""
+        """Return the steps between spot checks that cost so many seconds each: they get a fifth of the credit."""
         earned_per_step = self._limit * statistics.median(self._step_seconds)
         return max(math.ceil(seconds / (self._FOR_CHECKS * earned_per_step)), 1)
 
