@@ -120,19 +120,27 @@ class Seen:
         return [steps for steps in self.steps if steps[0] > step]
 
 
+CLOCK = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch) -> None:
+    """A clock that only steps advance."""
+    monkeypatch.setattr("time.perf_counter", lambda: CLOCK[0])
+
+
 class Loop:
     """A training whose steps take `seconds` each, with gradients of 1 times `factor`."""
 
     def __init__(self, *, seconds: float = 1e-3, **kwargs: object) -> None:
         torch.manual_seed(0)
-        self.model, self.seen, self.now = torch.nn.Linear(3, 2), Seen(), 0.0
+        self.model, self.seen = torch.nn.Linear(3, 2), Seen()
         self.optimizer, self.seconds = torch.optim.SGD(self.model.parameters(), lr=1e-3), seconds
         arguments = {"sample_every": 1, "log_every": 10**6} | kwargs
         self.watcher = watch(self.model, rules=[self.seen], sinks=[MemorySink()], **arguments)
-        self.watcher._pipeline.clock = lambda: self.now
 
     def step(self, factor: float = 1.0, *, parameters: int = 2) -> None:
-        self.now += self.seconds
+        CLOCK[0] += self.seconds
         self.optimizer.zero_grad()
         sum(factor * parameter.sum() for parameter in list(self.model.parameters())[:parameters]).backward()
         self.optimizer.step()

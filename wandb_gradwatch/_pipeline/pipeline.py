@@ -53,7 +53,6 @@ class Pipeline:
     Args:
         seconds_spent: returns the seconds that the monitor has taken so far.
         name: identifies this watcher's messages between ranks; the same on every rank.
-        clock: returns the time in seconds from an arbitrary zero.
     """
 
     def __init__(
@@ -63,8 +62,6 @@ class Pipeline:
         dispatcher: Dispatcher,
         seconds_spent: Callable[[], float],
         name: str,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.window: list[ArrivedSample] = []  # samples since the last flush
         self._parts, self._source, self._shards = parts, parts.window, parts.shards
@@ -72,8 +69,7 @@ class Pipeline:
         self._rule_runner = rule_runner
         self._dispatcher = dispatcher
         self._seconds_spent = seconds_spent
-        self.clock = clock
-        self._began, self._spent_before = clock(), seconds_spent()
+        self._began, self._spent_before = time.perf_counter(), seconds_spent()
         self._name = name
         self._rank_parts = RankParts(parts.registry, name) if world_size() > 1 else None  # until the first sample
         self._whole: WholeModel | None = None  # set if ranks have different parameters
@@ -102,7 +98,7 @@ class Pipeline:
 
     def _overhead_ratio(self) -> float:
         """The monitor's share of the time since watch(). The page, summary() and the demo show the last row's value."""
-        ratio = (self._seconds_spent() - self._spent_before) / max(self.clock() - self._began, 1e-9)
+        ratio = (self._seconds_spent() - self._spent_before) / max(time.perf_counter() - self._began, 1e-9)
         return min(max(ratio, 0.0), 1.0)
 
     def pop_unreturned(self) -> Snapshot | None:
@@ -188,7 +184,7 @@ class Pipeline:
 
     def _judge_soon(self, sample: ArrivedSample, total_C: Sequence[float]) -> None:
         """Pass a sample to the rules, or let it wait for the next one if the user has chosen to measure every step."""
-        may_wait, schedule = self.unjudged.add(sample, total_C, now=self.clock()), self._parts.schedule
+        may_wait, schedule = self.unjudged.add(sample, total_C, now=time.perf_counter()), self._parts.schedule
         if not may_wait or schedule.is_open_ended or not schedule.is_sampled or self._parts.guard is not None:
             self._judge()
 
