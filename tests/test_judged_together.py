@@ -14,7 +14,7 @@ from grad_samples import random_samples, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wandb_gradwatch import MemorySink, load_recording, watch
+from wandb_gradwatch import MemorySink, load_recording, unwatch, watch
 from wandb_gradwatch._measure.columns import Column
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch._pipeline.dispatcher import Dispatcher
@@ -149,6 +149,12 @@ class Loop:
         for _ in range(num):
             self.step()
         return self
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_watched():
+    yield
+    unwatch()
 
 
 def test_at_most_16_samples_wait_after_the_first_100():

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -78,7 +77,7 @@ class Watcher:
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
-        self._sampler = Sampler(registry, window, config.capture, self._boundary, partial(self._collect, judge=False))
+        self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect_some)
         self._parts = parts = self._sampler.parts
         self._found: list[Alert] = []  # alerts of replays, sent at the next delivery
         guarded = config.capture.guard is not None and config.capture.guard.replay
@@ -348,6 +347,11 @@ class Watcher:
                 logger.exception("wandb_gradwatch could not write the last samples.")
             self._dispatcher.close()
 
+    def _collect_some(self) -> None:
+        """Deliver what has arrived; the rules may judge it later, together with the next samples."""
+        if self._pipeline.has_any or self._parts.notices or self._found:
+            self._collect(judge=False)
+
     def _collect(self, *, judge: bool = True) -> None:
         """Deliver what has arrived, unless it may later turn out not to be samples."""
         if self._parts.by_hand.withholds and not self._removed:
@@ -387,8 +391,9 @@ class Watcher:
             try:
                 self._pipeline.deliver(wait=wait, judge=judge)
             finally:  # on_alert may have raised
-                schedule.seconds_left_out += self._rule_runner.pop_seconds_on_alerts()
                 news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()
+                if titles:
+                    schedule.seconds_left_out += self._rule_runner.pop_seconds_on_alerts()
                 schedule.seconds_on_rows += news.seconds_on_rows
                 if self._parts.replay is not None and titles & _REPLAYED:
                     self._parts.replay.arm()

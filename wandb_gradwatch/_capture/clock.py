@@ -128,7 +128,7 @@ class SampleClock:
     def _is_complete(self) -> bool:
         if not self._previous <= self.stepped:
             return False
-        waiting = self.marked.difference(*[self.owned[optimizer] for optimizer in self.stepped])
+        waiting = self.marked.difference(*map(self.owned.__getitem__, self.stepped))
         self.waited_for |= waiting
         return not waiting or (self.closed_any and waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans))
 

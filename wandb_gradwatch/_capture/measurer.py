@@ -25,6 +25,7 @@ from .parts import CaptureParts, MeasureOptions
 from .probes import Probe, WatchedTensor
 from .scaling import LOSS, SCALERS, pending_inverse_scale
 
+_UNTIMED: Final = nullcontext()
 _MAX_UNREAD: Final = 256  # pairs of events; a device with more is not timed until it has caught up
 
 
@@ -47,7 +48,7 @@ class DeviceTimer:
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
         """Time the work that is queued on the device's current stream inside this context; no-op without CUDA."""
-        return self._on(device) if device.type == "cuda" else nullcontext()
+        return self._on(device) if device.type == "cuda" else _UNTIMED
 
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[None]:
@@ -128,7 +129,7 @@ class Measurer:
             self._seen.remember(slots, held)
             if any_scaler:
                 self._loss_scale.assumed.update(dict.fromkeys(slots, scaler))
-        if self._parts.probes and self._parts.schedule.is_sampled:
+        if self._parts.probes.active and self._parts.schedule.is_sampled:
             self._parts.probes.tell(Probe.gradients_ready, self.watched(present, scaled=still_scaled))
 
     def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:

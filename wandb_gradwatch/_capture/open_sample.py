@@ -41,7 +41,7 @@ class OpenSample:
         self._parts.schedule.open()
         self._forget_gradients()
         self.was_reset, self._learning_rate = False, math.nan
-        if self._parts.probes:
+        if self._parts.probes.active:
             self._parts.probes.tell(Probe.start, self._parts.schedule.is_sampled, self._parts.schedule.has_histogram)
 
     def _forget_gradients(self) -> None:
@@ -285,7 +285,7 @@ class OpenSample:
     def _tell(self, moment: Callable[[Probe, Sequence[WatchedTensor]], None], optimizer: Optimizer | None) -> None:
         """Tell the probes of an update by this optimizer, or by hand if it is None."""
         parts = self._parts
-        if parts.probes and parts.schedule.is_sampled:
+        if parts.probes.active and parts.schedule.is_sampled:
             entries = parts.registry.scan() if optimizer is None else parts.optimizers.entries(optimizer)
             scaled = getattr(optimizer, "grad_scale", None) is not None  # by a fused optimizer itself
             parts.probes.tell(moment, self._measurer.watched(entries, scaled=scaled, updated_by=optimizer))

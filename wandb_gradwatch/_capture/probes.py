@@ -101,31 +101,28 @@ class Probes:
     """All probes of a watcher. A probe that raises is dropped and its traceback logged; everything else goes on."""
 
     def __init__(self, probes: Iterable[Probe]) -> None:
-        self._probes = list(probes)
-        kinds = [type(probe).__name__ for probe in self._probes]
+        self.active = list(probes)  # those that have not been dropped
+        kinds = [type(probe).__name__ for probe in self.active]
         self._names = {
             id(probe): f"{kind}.{kinds[:place].count(kind)}"
-            for place, (probe, kind) in enumerate(zip(self._probes, kinds, strict=True))
+            for place, (probe, kind) in enumerate(zip(self.active, kinds, strict=True))
         }
         self._seconds_of_dropped = 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)  # repr(probe) -> seconds in its methods
         # Includes probes dropped later: if one rank drops a probe, all ranks must still merge.
-        self.need_ranks = any(probe.needs_ranks for probe in self._probes)
-        self.look_inside = [probe for probe in self._probes if probe.needs_ranks]  # get every `gradient_arrived`
-
-    def __bool__(self) -> bool:
-        return bool(self._probes)
+        self.need_ranks = any(probe.needs_ranks for probe in self.active)
+        self.look_inside = [probe for probe in self.active if probe.needs_ranks]  # get every `gradient_arrived`
 
     @property
     def seconds_spent(self) -> float:
         """Seconds that the probes have taken on the host in hooks of their own, as far as they report them."""
-        return self._seconds_of_dropped + sum(probe.seconds_spent for probe in self._probes)
+        return self._seconds_of_dropped + sum([probe.seconds_spent for probe in self.active])
 
     @property
     def seconds_of_each(self) -> dict[str, float]:
         """Seconds that each probe has taken on the host, by its repr: in its methods and in hooks of its own."""
         found = self._seconds.copy()
-        for probe in self._probes:
+        for probe in self.active:
             found[repr(probe)] += probe.seconds_spent
         return dict(found)
 
@@ -137,7 +134,9 @@ class Probes:
     def take(self, loss: float | Tensor | None = None) -> dict[str, Found]:
         """Tell the probes the sample's loss if it is known, and return the values that they have measured."""
         found: dict[str, Found] = {}
-        if self._probes and loss is not None:
+        if not self.active:
+            return found
+        if loss is not None:
             one = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
             self._each(lambda probe: probe.loss_known(one))
         self._each(lambda probe: found.update(_checked(probe.take())))
@@ -156,7 +155,7 @@ class Probes:
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. The state of a probe that no longer exists is ignored."""
-        for probe in self._probes:
+        for probe in self.active:
             if self._names[id(probe)] in states:
                 probe.load_state_dict(states[self._names[id(probe)]])
 
@@ -165,7 +164,7 @@ class Probes:
         self._each(lambda probe: probe.close())
 
     def _each(self, function: Callable[[Probe], None], some: Sequence[Probe] | None = None) -> None:
-        for probe in tuple(self._probes if some is None else some):
+        for probe in tuple(self.active if some is None else some):
             began = time.perf_counter()
             try:
                 function(probe)
@@ -177,7 +176,7 @@ class Probes:
                 self._drop(probe, error)
 
     def _drop(self, probe: Probe, error: Exception) -> None:
-        self._probes.remove(probe)
+        self.active.remove(probe)
         self.look_inside = [one for one in self.look_inside if one is not probe]
         self._seconds_of_dropped += probe.seconds_spent
         logger.error(

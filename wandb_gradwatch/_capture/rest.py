@@ -48,6 +48,8 @@ class Rest:
     def is_worth_it(self) -> bool:
         """Whether the pattern of steps is regular and the next sample is some steps away."""
         parts, last = self._parts, self._last
+        if parts.schedule.is_sampled:  # the open step, or the next one if no step is open
+            return False
         if parts.guard is not None or parts.by_hand.possible or parts.clock.muted or parts.window.sent:
             return False
         is_open = bool(parts.clock.stepped)

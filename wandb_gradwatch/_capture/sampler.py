@@ -127,7 +127,8 @@ class Sampler(Listener):
                 if self._by_hand.possible:
                     self._by_hand.backward_begins(has_accumulated)
             self.parts.wiring.backward_begins(has_accumulated)
-            self._commit(self._clock.backward_begins())
+            if self._clock.stepped:
+                self._commit(self._clock.backward_begins())
             if self._clock.backwards and is_outermost:
                 self._sample.leave_out_what_was_reset(has_accumulated=has_accumulated)
 
@@ -138,18 +139,19 @@ class Sampler(Listener):
             return
         self.parts.wiring.backward_ended()
         by_hand, parts, reached = self._by_hand, self.parts, self._hooks.reached
-        step = self._clock.open_step
-        was_in_hooks = by_hand.inside_backward
-        is_update = by_hand.possible and not parts.shards.uses_fsdp1 and by_hand.ended_in_hooks(reached, step)
-        is_first_in_hooks = by_hand.inside_backward and not was_in_hooks
-        if is_first_in_hooks:
-            self._hooks.tell_arrivals(self.parts.registry.scan())
-        if by_hand.possible and not is_update:
-            if by_hand.were_reset(reached) and self._clock.backwards:
-                self._close_update_by_hand()
-                self._sample.was_reset = by_hand.withholds  # it counts if an optimizer steps after all
-                self._clock.marked |= reached
-            by_hand.remember_parameters()
+        is_update = is_first_in_hooks = False
+        if by_hand.possible:
+            was_in_hooks = by_hand.inside_backward
+            is_update = not parts.shards.uses_fsdp1 and by_hand.ended_in_hooks(reached, self._clock.open_step)
+            is_first_in_hooks = by_hand.inside_backward and not was_in_hooks
+            if is_first_in_hooks:
+                self._hooks.tell_arrivals(self.parts.registry.scan())
+            if not is_update:
+                if by_hand.were_reset(reached) and self._clock.backwards:
+                    self._close_update_by_hand()
+                    self._sample.was_reset = by_hand.withholds  # it counts if an optimizer steps after all
+                    self._clock.marked |= reached
+                by_hand.remember_parameters()
         self.parts.loss.settle()
         if self._schedule.is_sampled and (root := backward_root()) is not None:
             self.parts.loss.see(root, self.parts.loss_scale.of_backward(root.device, reached))
@@ -371,14 +373,15 @@ class Sampler(Listener):
             self._sample.close(closed)
             now, spent = time.perf_counter(), self.seconds_spent
             self._schedule.add_sample(closed.step, skipped=closed.skipped, now=now, seconds_spent=spent)
-        elif self._guard is not None:
-            self.parts.window.discard()
-            self._schedule.seconds_left_out += self.boundary.seconds_spent - self._seconds_at_commit  # on guarding
+        else:
+            self.parts.loss.forget()
+            if self._guard is not None:
+                self.parts.window.discard()
+                self._schedule.seconds_left_out += self.boundary.seconds_spent - self._seconds_at_commit  # on guarding
         self._seconds_at_commit = self.boundary.seconds_spent
         if self._schedule.window_is_full(closed.step):
             self.flush_window()
             self._schedule.end_window(must_agree=self.parts.merges_ranks)
-        self.parts.loss.forget()
         self._sample.begin()
 
     @property

@@ -194,6 +194,7 @@ def why_not(failure: Exception) -> str:
     return repr(failure)
 
 
+_UNCHANGED: Final = nullcontext()
 _has_autocast: Final = cache(torch.amp.is_autocast_available)
 
 
@@ -201,7 +202,7 @@ def _plain_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
     """Disable autograd and the user's autocast during a measurement."""
     casts = _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
     if not casts and not torch.is_grad_enabled():  # the usual case
-        return nullcontext()
+        return _UNCHANGED
     contexts = ExitStack()
     contexts.enter_context(torch.no_grad())
     if casts:

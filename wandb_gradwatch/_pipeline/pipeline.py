@@ -170,7 +170,8 @@ class Pipeline:
             was_zeroed = not sample.sample.left_out and _drop_zeroed(sample)
         if sample.metrics.get(keys.CLIPPED) == MULTIPLIED and not self._shards.any:
             self._say_multiplied(sample.sample.step, total_C)
-        if not self._parts.merges_ranks:
+        merges_ranks = self._parts.merges_ranks
+        if not merges_ranks:
             sample = self._derived(sample)
         if sample.histograms:
             sample = self._with_earlier_histograms(sample)
@@ -179,7 +180,7 @@ class Pipeline:
             if was_zeroed:
                 self._say_zeroed(sample.sample.step)
         finally:
-            if not self._parts.merges_ranks:
+            if not merges_ranks:
                 self._judge_soon(sample, total_C)
 
     def _judge_soon(self, sample: ArrivedSample, total_C: Sequence[float]) -> None:
@@ -195,7 +196,7 @@ class Pipeline:
 
     def _derived(self, sample: ArrivedSample) -> ArrivedSample:
         """Add the metrics that the probes derive from the sample's sums, which are those of all ranks."""
-        found = self._probes.derive(sample.sums)
+        found = self._probes.derive(sample.sums) if self._probes.active else {}
         return replace(sample, metrics={**sample.metrics, **found}) if found else sample
 
     def _say_multiplied(self, step: int, total_C: Sequence[float]) -> None:

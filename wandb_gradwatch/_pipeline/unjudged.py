@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from .._measure.columns import NONFINITE_COLUMNS, Column
@@ -13,6 +14,8 @@ from ..snapshot import keys
 LONGEST_WAIT: Final = 0.02  # seconds
 MOST_WAITING: Final = 16
 FIRST_ONE_BY_ONE: Final = 100  # samples after the start: most faults of a training show there
+
+_NONFINITE: Final = itemgetter(*NONFINITE_COLUMNS, Column.PARAM_NUM_NONFINITE)
 
 
 class Notable(NamedTuple):
@@ -25,8 +28,7 @@ class Notable(NamedTuple):
 
 def notable(sample: ArrivedSample, total_C: Sequence[float]) -> Notable:
     """Return what may be notable about a sample with these sums over the parameters: [C]."""
-    bad = sum([total_C[column] for column in (*NONFINITE_COLUMNS, Column.PARAM_NUM_NONFINITE)])
-    bad += sample.metrics.get(keys.NUM_NONFINITE_LOSS, 0.0)
+    bad = sum(_NONFINITE(total_C)) + sample.metrics.get(keys.NUM_NONFINITE_LOSS, 0.0)
     has_gradient_P = sample.rows[:, Column.NUM_DEAD] < sample.rows[:, Column.NUM_ELEMENTS]
     is_sound = not bad > 0 and not sample.skipped and not sample.sample.left_out
     return Notable(is_sound, has_gradient_P.tobytes(), total_C[Column.GRAD_SUM_SQ])

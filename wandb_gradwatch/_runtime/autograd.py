@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
@@ -29,13 +29,15 @@ def backward_root() -> Tensor | None:
     its root, but the call is still on a stack: that of this thread, or, if a device's thread runs the backward, that of
     the thread that waits for it.
     """
-    calls = list(_backwards(sys._getframe()))
-    if not calls:
-        of_threads = [found for frame in sys._current_frames().values() if (found := list(_backwards(frame)))]
-        calls = of_threads[0] if len(of_threads) == 1 else []
-    if not calls:
-        return None
-    names = calls[-1].f_locals  # of the outermost call: re-entrant checkpoints call backward inside of it
+    call = _outermost_backward(sys._getframe())
+    if call is None:
+        of_threads = [
+            one for frame in sys._current_frames().values() if (one := _outermost_backward(frame)) is not None
+        ]
+        if len(of_threads) != 1:
+            return None
+        call = of_threads[0]
+    names = call.f_locals
     tensors, of_tensors = names.get("tensors"), names.get("grad_tensors")
     root = tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else tensors
     if isinstance(of_tensors, tuple | list):
@@ -45,11 +47,14 @@ def backward_root() -> Tensor | None:
     return root
 
 
-def _backwards(frame: FrameType | None) -> Iterator[FrameType]:
+def _outermost_backward(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the outermost `backward()` on this stack: re-entrant checkpoints call it inside of it."""
+    outermost = None
     while frame is not None:
         if frame.f_code is _BACKWARD:
-            yield frame
+            outermost = frame
         frame = frame.f_back
+    return outermost
 
 
 class _Replay(threading.local):
@@ -65,24 +70,27 @@ class TrainingThread:
     def __init__(self) -> None:
         self._identity = threading.get_ident()
         self._trained: set[int] = set()
+        self.has_company = False  # whether several threads have trained: another one may be in a backward now
 
     def step_begins(self) -> None:
         """Record that an optimizer is about to step in this thread."""
         self._identity = threading.get_ident()
         self._trained.add(self._identity)
-        self.check_turns()
+        if len(self._trained) > 1:
+            self.has_company = True
+            self.check_turns()
 
     def check_turns(self) -> None:
-        """Check that no other thread that has trained is in a backward now.
+        """Check that no other thread that has trained is in a backward now. Only needed if `has_company`.
 
         Raises:
             CannotWatchError: one is. While its backward writes `.grad`, other threads must not even read `.grad`.
         """
         own = threading.get_ident()
-        if self.has_company and own in self._trained:
+        if own in self._trained:
             frames = sys._current_frames()
             del frames[own]  # the frame of this call: a reference cycle, which would keep its callers' objects alive
-            if any(any(_backwards(frames.get(one))) for one in self._trained):
+            if any(_outermost_backward(frames.get(one)) is not None for one in self._trained):
                 raise CannotWatchError(
                     "several threads train the models of one watcher, and one stepped while another ran a backward, "
                     "during which no gradient can be read; call watch() once for each model that has its own thread"
@@ -90,13 +98,8 @@ class TrainingThread:
 
     def backward_begins(self) -> None:
         """Record that a backward is running, in this thread or in a device's thread."""
-        if any(_backwards(sys._getframe())):
+        if _outermost_backward(sys._getframe()) is not None:
             self.step_begins()
-
-    @property
-    def has_company(self) -> bool:
-        """Whether several threads have trained, so that another one may be in a backward now."""
-        return len(self._trained) > 1
 
     @property
     def is_another(self) -> bool:

@@ -75,7 +75,8 @@ class ErrorBoundary:
                 self._depth += 1
                 try:
                     _set_grad_enabled(False)
-                    self.thread.check_turns()
+                    if self.thread.has_company:
+                        self.thread.check_turns()
                     return function(*args, **kwargs)
                 except CallbackError:
                     raise

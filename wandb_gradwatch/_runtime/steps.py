@@ -241,7 +241,7 @@ class StepHooks(Listeners):
         if not self._under_way:
             return
         steps = self._stack.steps
-        if not any(step.optimizer is optimizer for step in steps):
+        if not any([step.optimizer is optimizer for step in steps]):
             return  # no listener follows it, or watching began during the step
         while steps:
             step = steps.pop()

@@ -160,10 +160,13 @@ class SampleBuffer:
             for buffer in buffers:
                 buffer.add_sample_histogram()
         send = self._pinned_pool.send
-        rows = [send(buffer.rows) for buffer in buffers]
-        earlier = [send(buffer.earlier) for buffer in buffers if buffer.earlier is not None]
-        received = [send(buffer.received) for buffer in buffers if buffer.received is not None]
+        rows, earlier, received = [], [], []
         for buffer in buffers:
+            rows.append(send(buffer.rows))
+            if buffer.earlier is not None:
+                earlier.append(send(buffer.earlier))
+            if buffer.received is not None:
+                received.append(send(buffer.received))
             buffer.forget_sample()
         known: dict[str, float] = {}
         by_device: dict[torch.device, dict[str, OnDevice]] = {}

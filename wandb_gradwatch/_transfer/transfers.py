@@ -237,13 +237,13 @@ class SampleTransfer(NamedTuple):
         return all([one.arrived(wait=wait) for one in (*self.rows, *self.earlier, *self.received, *of_probes)])
 
     def unpack(self) -> ArrivedSample:
-        packed, earlier_too, received_too = (
-            [np.asarray(one.take(), dtype=np.float64) for one in looks]
-            for looks in (self.rows, self.earlier, self.received)
-        )
+        packed = [np.asarray(one.take(), dtype=np.float64) for one in self.rows]
         rows = self._joined(packed)
-        earlier = self._joined(earlier_too) if earlier_too else None
-        received = self._joined(received_too) if received_too else None
+        earlier = received = None
+        if self.earlier:
+            earlier = self._joined([np.asarray(one.take(), dtype=np.float64) for one in self.earlier])
+        if self.received:
+            received = self._joined([np.asarray(one.take(), dtype=np.float64) for one in self.received])
         loss_scale, found_inf = np.nan, 0.0
         for one in packed:
             scale, inf = one[-1, : FOUND_INF + 1].tolist()
