@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, bins_of
-from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.snapshot import Snapshot, keys
 from wandb_gradwatch.snapshot._shapes import concatenate
 
 
@@ -74,6 +74,12 @@ def of_norms(norms: Iterable[float], *, start: int = 1, name: str = "w") -> Snap
     rows = np.stack([row_of(np.array([g]), np.array([1.0 + 1e-9 * (place % 2)])) for place, g in enumerate(norms)])
     rows = rows[:, None]
     return Snapshot(steps=np.arange(start, start + len(rows)), names=(name,), rows=rows)
+
+
+def measured(snapshot: Snapshot, **metrics: list[float]) -> Snapshot:
+    """Return the snapshot with the loss, or the learning rate, of each sample added."""
+    named = {getattr(keys, name.upper()): np.array(values) for name, values in metrics.items()}
+    return replace(snapshot, metrics={**snapshot.metrics, **named})
 
 
 def together(samples: Iterable[Snapshot]) -> Snapshot:

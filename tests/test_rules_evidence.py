@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from grad_samples import of_norms, sample_of, together
+from grad_samples import measured, of_norms, sample_of, together
 
 from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
 from wandb_gradwatch._measure.columns import Column
@@ -40,12 +40,6 @@ def steps(check: Rule, snapshot: Snapshot) -> list[int]:
         check = kind
         told += [alert.step for alert in check.check(snapshot.sample(place))]
     return told
-
-
-def measured(snapshot: Snapshot, **metrics: list[float]) -> Snapshot:
-    """Return the snapshot with the loss, or the learning rate, of each sample added."""
-    named = {getattr(keys, name.upper()): np.array(values) for name, values in metrics.items()}
-    return replace(snapshot, metrics={**snapshot.metrics, **named})
 
 
 @pytest.mark.parametrize(("scatter", "is_told"), [(0.05, True), (1.2, False)])

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from grad_samples import of_norms, sample_of, together
+from grad_samples import measured, of_norms, sample_of, together
 
-from wandb_gradwatch.rules import DeadGradient, ExplodingGradient, NoGradient, Rule, VanishingGradient
+from wandb_gradwatch.rules import (
+    DeadGradient,
+    ExplodingGradient,
+    FastParameters,
+    LossSpike,
+    NoGradient,
+    PoorInitialisation,
+    Rule,
+    VanishingGradient,
+)
 from wandb_gradwatch.snapshot import Snapshot
 
 
@@ -97,3 +106,73 @@ def test_one_sample_is_no_history_unless_the_updates_have_moved_the_parameters()
         for s, g, w in zip((1, 2), (0.43, 50.0), weights, strict=True)
     ]
     assert levels(ExplodingGradient(), together(samples)) == [(2, "WARN")]
+
+
+def grown(factors: list[float], loss: list[float]) -> Snapshot:
+    """Return samples of parameters that grow by these factors from sample to sample, with these losses."""
+    sizes = np.cumprod(factors)
+    samples = [
+        sample_of({"a.weight": np.ones(256)}, step=s, parameters={"a.weight": np.full(256, size)})
+        for s, size in enumerate(sizes.tolist(), 1)
+    ]
+    return measured(together(samples), loss=loss)
+
+
+FALLING = [2.0 - 0.05 * n for n in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (FALLING, []),  # Rprop and Prodigy begin with a tiny rate, and one-cycle schedules raise theirs, as they learn
+        ([2.0] * 30, [23]),
+        ([-0.1 - n for n in range(30)], [23]),  # a loss without a lower bound falls, too, while the parameters explode
+    ],
+)
+def test_parameters_that_grow_fast_while_the_loss_falls_are_learning(loss: list[float], told: list[int]) -> None:
+    samples = grown([1.0] * 21 + [1.15, 1.15] + [1.0] * 7, loss)
+    assert [step for step, _ in levels(FastParameters(), samples)][:1] == told
+
+
+@pytest.mark.parametrize(("loss", "told"), [(FALLING, []), ([2.0] * 30, [(22, "ERROR")])])
+def test_a_spike_that_moves_parameters_while_the_loss_falls_has_done_no_harm(
+    loss: list[float], told: list[tuple[int, str]]
+) -> None:
+    """Prodigy raises its rate until the updates move the parameters; the norm doubles for a sample, the loss falls."""
+    samples = [
+        sample_of({"a": [6.0 if s == 22 else 1.0]}, step=s, parameters={"a": np.array([1.0 if s < 23 else 1.1])})
+        for s in range(1, 31)
+    ]
+    assert levels(ExplodingGradient(), measured(together(samples), loss=loss)) == told
+
+
+def test_norms_that_scatter_at_a_new_level_do_not_grow() -> None:
+    """A network that has fitted its data begins another task: norms of 14, 8, 12.5 and 13, then less and less."""
+    assert set(levels(ExplodingGradient(), of_norms([*[1.0] * 30, 14.0, 8.0, 12.5, 13.0]))) == {(31, "WARN")}
+    assert (31, "ERROR") in levels(ExplodingGradient(), of_norms([*[1.0] * 30, 14.0, 22.0]))
+
+
+def test_another_phase_of_a_training_may_have_another_loss() -> None:
+    """An autoencoder is trained first, and then a model of its codes, by a loss that is larger all the time."""
+    first, second = {"a": [1.0], "b": None}, {"a": None, "b": [1.0]}
+    samples = together([sample_of(first if s <= 50 else second, step=s) for s in range(1, 80)])
+    loss = [0.1 + 0.01 * (s % 3) if s <= 50 else 2.0 + 0.01 * s for s in range(1, 80)]
+    assert levels(LossSpike(), measured(samples, loss=loss)) == []
+    same = together([sample_of({name: [1.0] for name in "ab"}, step=s) for s in range(1, 80)])
+    assert levels(LossSpike(), measured(same, loss=loss))[0] == (51, "WARN")
+
+
+@pytest.mark.parametrize(("pauses", "told"), [((20,), []), ((), [31])])
+def test_updates_without_any_gradient_now_and_then_are_no_loss(pauses: tuple[int, ...], told: list[int]) -> None:
+    """An evolution strategy has no direction where all its members reach the best reward: for one step, then three."""
+    samples = [
+        sample_of(dict.fromkeys("ab", None if s in pauses or 29 <= s < 32 else [1.0]), step=s) for s in range(1, 40)
+    ]
+    assert [step for step, _ in levels(NoGradient(), together(samples))][:1] == told
+
+
+@pytest.mark.parametrize(("name", "told"), [("poles", []), ("weight", [(1, "WARN")])])
+def test_parameters_that_are_no_weights_may_begin_at_any_size(name: str, told: list[tuple[int, str]]) -> None:
+    """The imaginary parts of S4D's poles are multiples of pi, of which 64 have a root mean square of 115."""
+    grads, poles = {name: np.ones(256)}, np.tile(np.pi * np.arange(64), 4)
+    assert levels(PoorInitialisation(), sample_of(grads, parameters={name: poles})) == told

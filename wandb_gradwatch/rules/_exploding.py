@@ -16,11 +16,12 @@ from .._analysis.baseline import evenly_apart, steady_growth
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.memory import PerKind, PerName, Remembers
 from .._analysis.movement import Movement
+from .._analysis.progress import Progress
 from .._measure.columns import Column, FloatArray
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
-from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, finding
+from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
 
@@ -32,7 +33,7 @@ _HALVED_AFTER: Final = 100  # samples after which the record has halved, so that
 # leaves a plateau 33 times, and both fall back in the next sample.
 _AT_ONCE: Final = 100.0
 _CLEARLY: Final = 10.0  # multiple of the record reported at the second sample; less if it moves parameters, or stays
-_GROWS: Final = 1.5  # multiple of the previous norm: a norm clearly above the record that still grows will not pass
+_GROWS: Final = 1.5  # multiple of the largest norm since the rise began: a norm that still grows will not pass
 _STAYS: Final = 5  # samples in a row above the limit; no healthy spike below `_CLEARLY` lasts as long
 _OF_RECORD: Final = 0.25  # share of `deviations` that is added to the record, which is above the median already
 _WORTH_A_WORD: Final = 4.0  # multiple of the record from which a spike that has passed is reported, as INFO
@@ -111,6 +112,7 @@ class _Past(Remembers):
         self.was_moving = False  # whether such updates preceded the first norm above the limit
         self.largest_above = -math.inf  # the largest norm above the limit, in the current row
         self.movement = Movement()
+        self.progress = Progress()
 
     def see(self, log_norm: float, step: int) -> int:
         """Add the newest norm, before it is judged. Returns the number of steps since the previous one."""
@@ -150,7 +152,7 @@ class ExplodingGradient(ShippedRule):
     norm. A norm that falls back at once and has hardly moved the parameters is INFO, if it is reported at all, and may
     raise the record. A norm that stays is a WARN; one that keeps growing, moves the parameters or ends in NaN is an
     ERROR, and so is a norm above `threshold`. A steady rise above all earlier norms is a WARN, and an ERROR once it
-    moves the parameters.
+    moves the parameters. While the loss falls, updates that move the parameters are not held against the norm.
 
     The norm before clipping counts. Samples with NaN or Inf, skipped by AMP or without gradients are ignored. A norm
     below 0.5 % of the parameters' norm counts as that much, because leaving a plateau is no explosion.
@@ -191,11 +193,13 @@ class ExplodingGradient(ShippedRule):
     may_be_none: ClassVar[frozenset[str]] = frozenset(("threshold", "record_factor", "growth"))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in snapshot.overview:
+        for sample, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
             if sample.skipped or not (sample.has_nonfinite or sample.norm > 0):
                 continue
             past = self._pasts.of(snapshot.names, None if sample.is_complete else snapshot.present[sample.place])
-            moved = past.movement.is_beyond(_MOVED, snapshot, sample)
+            past.progress.see(loss)
+            # Parameters that move far while the loss falls are learning, not exploding.
+            moved = past.movement.is_beyond(_MOVED, snapshot, sample) and not past.progress.has_fallen()
             found = self._broken(past) if sample.has_nonfinite else self._judge(sample, past, moved)
             if found is not None:
                 yield self._alert(snapshot, sample.place, found)
@@ -233,7 +237,6 @@ class ExplodingGradient(ShippedRule):
         norm, step = sample.norm, sample.step
         small = _log_small(sample)
         log_norm = max(_log(norm), small)
-        before = past.norms[-1] if past.norms else math.inf
         gap = past.see(log_norm, step)
         past.num_moving = past.num_moving + 1 if moved else 0
         norms = past.evenly_apart(gap)
@@ -263,6 +266,7 @@ class ExplodingGradient(ShippedRule):
             past.began = step
             past.was_moving = past.num_moving >= _MOVING and past.num_survived < 2 * _FIRST
         past.num_above += 1
+        grows = log_norm > past.largest_above + math.log(_GROWS)  # norms that stay may scatter as much
         past.largest_above = max(past.largest_above, log_norm)
         words, factor = self._words(norm, past, limit, small), _exp(past.largest_above - past.record)
         now = _exp(log_norm - past.record)
@@ -270,7 +274,7 @@ class ExplodingGradient(ShippedRule):
         if past.num_above >= self.adapt_after:
             past.num_above, past.largest_above = 0, -math.inf
             past.survive(log_norm)
-        elif past.num_above > 1 and (moved or (factor > _CLEARLY and log_norm > before + math.log(_GROWS))):
+        elif past.num_above > 1 and (moved or (factor > _CLEARLY and grows)):
             return _Found("grows", "ERROR", past.began, f"{words}; it has not fallen back since step {past.began}")
         elif now > _WORTH_A_WORD and past.num_above >= (2 if now > _CLEARLY else _STAYS):
             words += f"; it has stayed there since step {past.began}, and the parameters have hardly moved"

@@ -32,7 +32,8 @@ class PoorInitialisation(ShippedRule):
     Args:
         max_gain: largest RMS of a layer's weight times sqrt(fan-in). Healthy: up to 1.7; faults: from 2.8.
         min_gain: smallest median of this gain over the layers, unless most are frozen. Faults: 0.006.
-        max_rms: largest RMS of a weight whose fan-in is unknown. Healthy: up to 1.03.
+        max_rms: largest RMS of a weight whose fan-in is unknown. Healthy: up to 1.03. Parameters of other names, as
+            frequencies or poles, may have any size.
         max_recurrent_gain: largest gain of a recurrent weight, which multiplies a state repeatedly. Orthogonal: 1.
         max_bias: largest root mean square (RMS) of a bias, except the last one. Healthy: up to 4.8 (the step
             sizes of Mamba); faults: from 10.
@@ -73,7 +74,7 @@ class PoorInitialisation(ShippedRule):
         large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > limits[name]]
         many_P = snapshot.num_elements[sample] >= MIN_WEIGHTS
         large += [f"{name} {number(rms)}" for name, rms, many in zip(snapshot.names, rms_P, many_P, strict=True)
-                  if rms > self.max_rms and name not in gains and many]  # fmt: skip
+                  if rms > self.max_rms and name not in gains and many and "weight" in name]  # fmt: skip
         if large:
             words = f"weights are far larger than the size that preserves a signal (1/sqrt(fan-in)): {listing(large)}"
             return words, "poor initialisation: too large"

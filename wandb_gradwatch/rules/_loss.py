@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import number
+from .._analysis.memory import PerKind, Remembers
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import FROM_0, FROM_1, Alert, Bounds, Finding, ShippedRule, finding, values_of
@@ -28,6 +29,23 @@ UNBOUNDED: Final = (
 )
 
 
+class _Past(Remembers):
+    """The losses of one kind of sample, and what they have shown."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.above: list[float] = []  # losses in a row above the limit
+        self.began = 0  # the step of the first of these
+        # The losses since the loss went below 0, a few samples long; and the median and deviation before that.
+        self.below: list[float] = []
+        self.before_0: tuple[float, ...] = ()
+        self.first = -math.inf  # the largest of the first losses
+        self.num_first = 0
+        self.block: list[float] = []  # the newest losses, a few samples long
+        self.last_block = math.inf  # the median of the block before
+        self.num_rises = 0  # blocks in a row, each above the one before
+
+
 @dataclass(kw_only=True)
 class LossSpike(ShippedRule):
     """Raises the alert "Loss spike" if the loss is far above its recent level for several samples.
@@ -35,7 +53,8 @@ class LossSpike(ShippedRule):
     Far: above the largest of the last 32 losses by `deviations` robust standard deviations (1.4826 times the median
     distance from the median), and by at least their range. The alert is INFO while the loss falls again, because the
     training copes with the change. A loss has no scale of its own and may be negative, so it is compared only with
-    itself. A single hard batch is no spike. "Non-finite loss" reports NaN and Inf.
+    itself, and only in samples of the same parameters: another phase or another model may have another loss. A single
+    hard batch is no spike. "Non-finite loss" reports NaN and Inf.
 
     It also raises "Loss below 0" if the loss was above 0 for at least 32 samples, and falls below 0 far faster than it
     has approached 0. And "Loss spike" if the loss has risen in eight groups of eight samples in a row, to five times
@@ -52,17 +71,7 @@ class LossSpike(ShippedRule):
     patience: int = 32
     stays: int = 8
     adapt_after: int = 20
-    _past: list[float] = field(default_factory=list, init=False, repr=False)
-    _above: list[float] = field(default_factory=list, init=False, repr=False)  # losses in a row above the limit
-    _began: int = field(default=0, init=False, repr=False)  # the step of the first of these
-    # The losses since the loss went below 0, a few samples long; and the median and deviation before that.
-    _below: list[float] = field(default_factory=list, init=False, repr=False)
-    _before_0: tuple[float, ...] = field(default=(), init=False, repr=False)
-    _first: float = field(default=-math.inf, init=False, repr=False)  # the largest of the first losses
-    _num_first: int = field(default=0, init=False, repr=False)
-    _block: list[float] = field(default_factory=list, init=False, repr=False)  # the newest losses, a few samples long
-    _last_block: float = field(default=math.inf, init=False, repr=False)  # the median of the block before
-    _num_rises: int = field(default=0, init=False, repr=False)  # blocks in a row, each above the one before
+    _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
 
     title: ClassVar[str] = "Loss spike"
     negative: ClassVar[str] = "Loss below 0"
@@ -75,37 +84,38 @@ class LossSpike(ShippedRule):
         for sample, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
             if sample.skipped or not math.isfinite(loss):
                 continue
-            if self._below or loss < 0:
-                yield from self._look_below_0(sample.step, loss)
-            yield from self._look_for_rise(sample.step, loss)
-            limit = self._limit(loss)
+            past = self._pasts.of(snapshot.names, None if sample.is_complete else snapshot.present[sample.place])
+            if past.below or loss < 0:
+                yield from self._look_below_0(past, sample.step, loss)
+            yield from self._look_for_rise(past, sample.step, loss)
+            limit = self._limit(past, loss)
             if loss > limit:
-                if not self._above:
-                    self._began = sample.step
-                self._above.append(loss)
-                if len(self._above) >= self.stays:
-                    yield replace(self._alert(self._began, max(self._above), limit), found_in=sample.step)
-                if len(self._above) < self.adapt_after:
+                if not past.above:
+                    past.began = sample.step
+                past.above.append(loss)
+                if len(past.above) >= self.stays:
+                    yield replace(self._alert(past, past.began, max(past.above), limit), found_in=sample.step)
+                if len(past.above) < self.adapt_after:
                     continue
-            self._past += self._above or [loss]
-            del self._past[:-_WINDOW]
-            self._above = []
+            past.losses += past.above or [loss]
+            del past.losses[:-_WINDOW]
+            past.above = []
 
-    def _look_for_rise(self, step: int, loss: float) -> Iterable[Alert]:
+    def _look_for_rise(self, past: _Past, step: int, loss: float) -> Iterable[Alert]:
         """Alert if the loss rises all the time, far above where it began: something follows the gradient uphill."""
-        if self._num_first < _TURNED:
-            self._num_first, self._first = self._num_first + 1, max(self._first, loss)
+        if past.num_first < _TURNED:
+            past.num_first, past.first = past.num_first + 1, max(past.first, loss)
             return
-        self._block.append(loss)
-        if len(self._block) < _BLOCK:
+        past.block.append(loss)
+        if len(past.block) < _BLOCK:
             return
-        median, least = float(np.median(self._block)), min(self._block)
-        self._num_rises = self._num_rises + 1 if median > self._last_block else 0
-        self._block, self._last_block = [], median
-        if self._num_rises >= _RISES and least > _FAR_ABOVE * self._first > 0:
+        median, least = float(np.median(past.block)), min(past.block)
+        past.num_rises = past.num_rises + 1 if median > past.last_block else 0
+        past.block, past.last_block = [], median
+        if past.num_rises >= _RISES and least > _FAR_ABOVE * past.first > 0:
             fact = (
-                f"Step {step}: the loss has risen to {number(median)}, from at most {number(self._first)} in the first "
-                f"{_TURNED} samples; each of the last {self._num_rises} groups of {_BLOCK} samples is above the one "
+                f"Step {step}: the loss has risen to {number(median)}, from at most {number(past.first)} in the first "
+                f"{_TURNED} samples; each of the last {past.num_rises} groups of {_BLOCK} samples is above the one "
                 "before."
             )
             cause = (
@@ -115,47 +125,47 @@ class LossSpike(ShippedRule):
             remedy = "check the sign of the loss and the optimizer's settings; lower the learning rate"
             yield finding(self.title, fact, "", cause, remedy, step, "WARN")
 
-    def _limit(self, loss: float) -> float:
+    def _limit(self, past: _Past, loss: float) -> float:
         """Return the limit for this loss; infinity if the loss is too small for the deviation to matter."""
-        newest = self._past[-_NEWEST:]
-        if len(self._past) < self.patience or loss <= (largest := max(newest)):
+        newest = past.losses[-_NEWEST:]
+        if len(past.losses) < self.patience or loss <= (largest := max(newest)):
             return math.inf
         apart = largest - min(newest)
         if loss <= largest + apart:
             return math.inf
         return largest + max(self.deviations * _scatter(np.array(newest))[1], apart)
 
-    def _look_below_0(self, step: int, loss: float) -> Iterable[Alert]:
+    def _look_below_0(self, past: _Past, step: int, loss: float) -> Iterable[Alert]:
         """Alert if a loss that was always above 0 falls through 0 faster than it has approached 0."""
-        if not self._below and (loss >= 0 or len(self._past) < _NEWEST or min(self._past) <= 0):
+        if not past.below and (loss >= 0 or len(past.losses) < _NEWEST or min(past.losses) <= 0):
             return
-        median, deviation = _scatter(np.array(self._past[-_TURNED:])) if not self._below else self._before_0
-        self._before_0, self._below = (median, deviation), [*self._below, loss]
-        if len(self._below) > _TURNED or loss >= 0:
-            self._below = []
-        elif max(self._below[-2:]) < min(-0.5 * median, median - _FAR * deviation) and len(self._below) > 1:
+        median, deviation = _scatter(np.array(past.losses[-_TURNED:])) if not past.below else past.before_0
+        past.before_0, past.below = (median, deviation), [*past.below, loss]
+        if len(past.below) > _TURNED or loss >= 0:
+            past.below = []
+        elif max(past.below[-2:]) < min(-0.5 * median, median - _FAR * deviation) and len(past.below) > 1:
             fact = (
-                f"Step {step}: within {len(self._below)} samples the loss has fallen to {number(loss)}; the "
-                f"{len(self._past)} samples before were all above 0, the newest about {number(median)}."
+                f"Step {step}: within {len(past.below)} samples the loss has fallen to {number(loss)}; the "
+                f"{len(past.losses)} samples before were all above 0, the newest about {number(median)}."
             )
             yield finding(self.negative, fact, "", *UNBOUNDED, step, "WARN")
 
-    def _alert(self, step: int, loss: float, limit: float) -> Finding:
+    def _alert(self, past: _Past, step: int, loss: float, limit: float) -> Finding:
         fact = (
-            f"Step {step}: the loss has risen to {number(loss)} and stays there; the {len(self._past)} losses before "
-            f"were between {number(min(self._past))} and {number(max(self._past))} (threshold {number(limit)})."
+            f"Step {step}: the loss has risen to {number(loss)} and stays there; the {len(past.losses)} losses before "
+            f"were between {number(min(past.losses))} and {number(max(past.losses))} (threshold {number(limit)})."
         )
         cause = (
             "not clear: either a learning rate that is too high, or the data has changed; whether the learning rate "
             "rose before this step tells them apart"
         )
         remedy = "look at what changed in the data at this step; lower the learning rate, and clip the gradients"
-        half = len(self._above) // 2
-        is_falling = half > 0 and sum(self._above[-half:]) < sum(self._above[:half])
+        half = len(past.above) // 2
+        is_falling = half > 0 and sum(past.above[-half:]) < sum(past.above[:half])
         return finding(self.title, fact, "", cause, remedy, step, "INFO" if is_falling else "WARN")
 
 
-def _scatter(past: FloatArray) -> tuple[float, float]:
+def _scatter(losses: FloatArray) -> tuple[float, float]:
     """Return the median and the robust standard deviation."""
-    median = float(np.median(past))
-    return median, max(1.4826 * float(np.median(np.abs(past - median))), _PRECISION * abs(median))
+    median = float(np.median(losses))
+    return median, max(1.4826 * float(np.median(np.abs(losses - median))), _PRECISION * abs(median))

@@ -57,7 +57,8 @@ class NoGradient(ShippedRule):
     zero_patience: int = 10
     _missing: Streaks = field(default_factory=Streaks, init=False, repr=False)
     _num_zero: int = field(default=0, init=False)
-    _is_often_zero: bool = field(default=False, init=False)  # all gradients are 0 now and then, as with a hinge loss
+    _was_nothing: bool = field(default=False, init=False)  # whether all gradients of the last sample were missing or 0
+    _is_often_nothing: bool = field(default=False, init=False)  # they are so now and then, as with a hinge loss
     _unowned: set[str] = field(default_factory=set, init=False)  # keys of parameters that no optimizer holds
 
     title: ClassVar[str] = "No gradient"
@@ -67,9 +68,9 @@ class NoGradient(ShippedRule):
         unowned = [key for key in snapshot.metrics if key.startswith(keys.WIRING_UNOWNED)]
         all_here = all([sample.is_complete and sample.norm > 0 for sample in snapshot.overview])
         if all_here and not unowned:  # the usual case
-            self._is_often_zero |= self._num_zero > 0
+            self._is_often_nothing |= self._was_nothing
             self._missing.end(snapshot.names, len(snapshot))
-            self._num_zero = 0
+            self._num_zero, self._was_nothing = 0, False
             return
         loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
         for sample, missing_P in enumerate(~snapshot.present):
@@ -80,6 +81,10 @@ class NoGradient(ShippedRule):
             if self._unowned:
                 wanted_P = wanted_P & [keys.WIRING_UNOWNED + name not in self._unowned for name in snapshot.names]
             late_P = missing_P & wanted_P
+            all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
+            is_nothing = all_zero or bool(missing_P.all())
+            self._is_often_nothing |= self._was_nothing and not is_nothing
+            self._was_nothing = is_nothing
             seen = self._missing.see(snapshot.names, late_P, wanted_P)
             if seen is not None:
                 row_P, before_P, chance_P = seen
@@ -88,14 +93,12 @@ class NoGradient(ShippedRule):
                 late_P |= lost_P & (chance_P ** (1 / ALIKE) < _LOST_CHANCE)
                 late_P |= _cut_off(lost_P, missing_P, wanted_P)
                 late_P |= _cut_off((row_P >= self.cut_patience) & (before_P == 0), missing_P, wanted_P)
-                late_P |= (row_P[wanted_P] >= self.lost_patience).all()
-            all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
-            self._is_often_zero |= self._num_zero > 0 and not all_zero
+                late_P |= (row_P[wanted_P] >= self.lost_patience).all() and not self._is_often_nothing
             self._num_zero = self._num_zero + 1 if all_zero else 0
             # A loss of 0 may have no gradient for long: rewards can be rare, or a hinge loss satisfied.
             loss = loss_S[sample]
             patience = self.zero_patience if np.isnan(loss) else self.lost_patience if loss else self.patience
-            if self._num_zero >= patience and not self._is_often_zero:
+            if self._num_zero >= patience and not self._is_often_nothing:
                 yield self._zero_alert(int(snapshot.steps[sample]), patience)
             elif (late := np.flatnonzero(late_P & wanted_P)).size:
                 yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, row_P, late)

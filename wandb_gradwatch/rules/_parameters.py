@@ -16,10 +16,11 @@ from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.layers import MIN_WEIGHTS
 from .._analysis.memory import PerName
 from .._analysis.movement import Movement, Update, small_squares
+from .._analysis.progress import Progress
 from .._measure.columns import Column, FloatArray
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, ShippedRule, finding
+from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
 
@@ -55,8 +56,9 @@ class FastParameters(ShippedRule):
     Growth: for each weight, the second largest of five updates is checked, and the product of ten without the largest.
     Shrinking: most weights lose 2 % or more per step in eight updates in a row, one weight loses half of its norm in
     them, or too little is left of the first norm of all parameters. A weight that begins at or near 0 may grow at any
-    speed to the model's typical weight, or to half of the size that preserves a signal. With five or more weights, the
-    norm of all together may grow only half as fast as that of a single weight.
+    speed to the model's typical weight, or to half of the size that preserves a signal; and all weights may grow while
+    the loss falls, except by a single update. With five or more weights, the norm of all together may grow only half as
+    fast as that of a single weight.
 
     Args:
         max_growth: largest growth of a weight's norm per step after step 20. Healthy: at most 11 % (LSTM, rate 20).
@@ -71,6 +73,7 @@ class FastParameters(ShippedRule):
     max_factor: float = 2.5
     min_left: float = 0.2
     _movement: Movement = field(default_factory=Movement, init=False, repr=False)
+    _progress: Progress = field(default_factory=Progress, init=False, repr=False)
     _names: tuple[str, ...] = field(default=(), init=False, repr=False)
     # Change of each weight's log norm per step, 0 if unknown; last that of all together, doubled for many weights.
     _recent: deque[FloatArray] = field(default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False)
@@ -87,7 +90,8 @@ class FastParameters(ShippedRule):
     bounds: ClassVar[Bounds] = {"max_growth": SHARE, "max_first_growth": SHARE, "min_left": SHARE, "max_factor": FROM_1}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for seen in snapshot.overview:
+        for seen, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
+            self._progress.see(loss)
             if seen.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
                 continue
             update, size_P = self._movement.see(snapshot.names, seen), seen.rows[:, Column.NUM_ELEMENTS]
@@ -159,13 +163,14 @@ class FastParameters(ShippedRule):
         last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
         product_P, most = recent[:-1].sum(axis=0), math.log(self.max_factor)
         advice = _REMEDY + clip_advice(float(snapshot.clipped[sample]))
-        if len(recent) > 1 and last_P.max() > math.log1p(limit):
+        is_learning = self._progress.has_fallen()
+        if len(recent) > 1 and not is_learning and last_P.max() > math.log1p(limit):
             words = f"grown by {number(100 * limit)} % per step or more, twice within {_OF_LAST} samples"
             yield self._grown(step, words, last_P, math.log1p(limit), _CAUSE, advice, "ERROR")
         elif step > _EARLY and self._recent[-1][:-1].max() > most:
             words = f"grown {number(self.max_factor)} times or more at once, since the sample before"
             yield self._grown(step, words, self._recent[-1], most, _JUMP_CAUSE, _JUMP_REMEDY, "WARN")
-        elif product_P.max() > most:
+        elif not is_learning and product_P.max() > most:
             words = (
                 f"grown {number(self.max_factor)} times or more in all by {len(recent) - 1} of the last {len(recent)} "
                 "updates, without the largest"
