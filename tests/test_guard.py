@@ -403,6 +403,6 @@ def test_replicas_judge_by_the_same_loops(monkeypatch):
     for ranks, expected in ((1, "auto"), (2, "cpu")):
         monkeypatch.setattr(sys.modules["wandb_gradwatch._watch"], "world_size", lambda ranks=ranks: ranks)
         watcher, _ = watch(model, guard="skip")
-        backend = watcher._sampler._sample._measurer._options.backend
+        backend = watcher._sampler._sample._measurer._config.backend
         watcher.remove()
         assert backend == expected

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ._capture.cadence import Budget, Cadence, SampleEvery
 from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
-from ._capture.parts import CaptureConfig, MeasureOptions
+from ._capture.parts import CaptureConfig
 from ._capture.scaling import GivenScale
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
@@ -186,8 +186,11 @@ def watch(
         Config(
             capture=CaptureConfig(
                 cadence=cadence,
-                measured=MeasureOptions(float(dead_threshold), backend, loss_scale, histograms=log != "parameters"),
                 budget=budget,
+                dead_threshold=float(dead_threshold),
+                backend=backend,
+                histograms=log != "parameters",
+                loss_scale=loss_scale,
                 optimizer=optimizer,
                 scaler=scaler,
                 start_step=int(start_step),

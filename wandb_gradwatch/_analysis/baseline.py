@@ -23,16 +23,6 @@ _QUICK, _SLOW_FACTOR = 40, 5.0
 _GROWTH_LENGTHS: Final = (5, 6, 7, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 64)
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The limit of a norm and its derivation: `value` and `usual` are norms, `stds` is the deviation of log norms."""
-
-    value: float
-    usual: float
-    stds: float
-    num_samples: int
-
-
 def student_factor(stds: float, num_samples: int) -> float:
     """The number of estimated standard deviations that is as unlikely, after `num_samples`, as `stds` exact ones.
 
@@ -46,10 +36,8 @@ def student_factor(stds: float, num_samples: int) -> float:
     return math.sqrt(dof * math.expm1(min(z * z / dof, _MAX_EXPONENT))) * math.sqrt(1 + 1 / num_samples)
 
 
-def limit_of(
-    log_norms_N: Sequence[float], *, stds: float, min_factor: float, record_factor: float | None = None
-) -> Limit:
-    """The largest norm that is still usual after these norms.
+def limit_of(log_norms_N: Sequence[float], *, stds: float, min_factor: float, record_factor: float | None) -> float:
+    """Return the largest norm that is still usual after these norms.
 
     Past samples far from the median are excluded: the first step of a training is often 100 times larger than all
     later steps, and would hide the next explosion.
@@ -59,6 +47,7 @@ def limit_of(
         stds: number of standard deviations above the mean at the limit, if both were known exactly.
         min_factor: the limit is at least this multiple of the usual norm.
         record_factor: the limit is at least this multiple of the second largest of the last 16 norms, excluded or not.
+            None: off.
     """
     past = np.asarray(log_norms_N, dtype=np.float64)
     record = float(np.sort(past[-_RECENT:])[-2])  # the second largest, because the largest may be a transient
@@ -68,10 +57,8 @@ def limit_of(
         kept = past[distance <= _OUTLIER_STDS * max(1.4826 * float(np.median(distance)), _MIN_STD)]
         past = kept if len(kept) >= _MIN_FOR_TRIMMING else past
     mean, std = float(past.mean()), max(float(past.std(ddof=1)), _MIN_STD)
-    distance_to_limit = max(student_factor(stds, len(past)) * std, math.log(min_factor))
-    if record_factor is not None:
-        distance_to_limit = max(distance_to_limit, record + math.log(record_factor) - mean)
-    return Limit(value=_exp(mean + distance_to_limit), usual=_exp(mean), stds=std, num_samples=len(past))
+    limit = mean + max(student_factor(stds, len(past)) * std, math.log(min_factor))
+    return _exp(limit if record_factor is None else max(limit, record + math.log(record_factor)))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from .._measure.events import Event
 from .._measure.measure import measure, measure_received
 from .._runtime.autograd import Entry
 from .._runtime.sharding import local_gradient, local_part
-from .parts import CaptureParts, MeasureOptions
+from .parts import CaptureConfig, CaptureParts
 from .probes import Probe, WatchedTensor
 from .scaling import LOSS, SCALERS, pending_inverse_scale
 
@@ -88,8 +88,8 @@ class _Group(NamedTuple):
 class Measurer:
     """Measures gradients of the open sample, writes their rows to the window and remembers their versions."""
 
-    def __init__(self, parts: CaptureParts, options: MeasureOptions, timer: DeviceTimer) -> None:
-        self._parts, self._options, self._timer = parts, options, timer
+    def __init__(self, parts: CaptureParts, config: CaptureConfig, timer: DeviceTimer) -> None:
+        self._parts, self._config, self._timer = parts, config, timer
         self._window, self._seen, self._loss_scale = parts.window, parts.seen, parts.loss_scale
         self.eps = 0.0  # the coarsest machine epsilon among gradients measured twice in the open sample
 
@@ -110,7 +110,7 @@ class Measurer:
         scaled = scaled and received_by is None
         any_scaler = scaled and SCALERS.scaler_of(None) is not None
         has_parameters = self._parts.rows_are_read
-        histogram = self._options.histograms and self._parts.schedule.has_histogram
+        histogram = self._config.histograms and self._parts.schedule.has_histogram
         for scaler, device, slots, held, gradients, theirs in self._groups(present, by_scaler=any_scaler):
             inverse_scale = pending_inverse_scale(received_by, device)
             if scaled and (scale := self._loss_scale.of(scaler, device)) is not None:
@@ -120,10 +120,10 @@ class Measurer:
                 measurement = measure(
                     gradients,
                     theirs if has_parameters else None,
-                    dead_threshold=self._options.dead_threshold,
+                    dead_threshold=self._config.dead_threshold,
                     inverse_scale=inverse_scale,
                     histogram=histogram,
-                    backend=self._options.backend,
+                    backend=self._config.backend,
                 )
             self._window.write(slots, measurement)
             self._seen.remember(slots, held)
@@ -138,9 +138,9 @@ class Measurer:
             measurement = measure(
                 group.gradients,
                 group.parameters,
-                dead_threshold=self._options.dead_threshold,
+                dead_threshold=self._config.dead_threshold,
                 inverse_scale=pending_inverse_scale(optimizer, group.device),
-                backend=self._options.backend,
+                backend=self._config.backend,
             )
             self._window.write_after_clipping(group.slots, measurement)
 
@@ -150,7 +150,7 @@ class Measurer:
         Args:
             whole: measure whole rows, which tell how the gradients changed; otherwise only norms and non-finite counts.
         """
-        backend = self._options.backend
+        backend = self._config.backend
         for _, device, slots, _, gradients, _ in self._groups(present):
             inverse_scale = pending_inverse_scale(optimizer, device)
             with self._timer.on(device):

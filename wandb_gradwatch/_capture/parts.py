@@ -31,24 +31,17 @@ from .wiring import Wiring
 
 
 @dataclass(frozen=True)
-class MeasureOptions:
-    """What is measured of each gradient."""
-
-    dead_threshold: float = 0.0  # |g| <= this is dead
-    backend: str = "auto"  # as given to watch()
-    # What the user's code divides the gradients by after the backward: a number, a tensor, which is read when the
-    # gradients are measured, or a function of the step. None: a scaler divides them, or nothing does.
-    loss_scale: GivenScale | None = None
-    histograms: bool = True  # whether to take the histograms of gradients that are due
-
-
-@dataclass(frozen=True)
 class CaptureConfig:
     """Which steps are measured, what is measured at them, and facts that cannot be detected from the training."""
 
     cadence: Cadence  # when steps are measured and windows are flushed
-    measured: MeasureOptions  # what is measured of each gradient
     budget: Budget  # decides which steps are measured if cadence.sample_every is None
+    dead_threshold: float = 0.0  # |g| <= this is dead
+    backend: str = "auto"  # as given to watch()
+    histograms: bool = True  # whether to take the histograms of gradients that are due
+    # What the user's code divides the gradients by after the backward: a number, a tensor, which is read when the
+    # gradients are measured, or a function of the step. None: a scaler divides them, or nothing does.
+    loss_scale: GivenScale | None = None
     # The optimizer that updates master weights: it owns every parameter that no other optimizer owns
     optimizer: Optimizer | None = None
     scaler: GradScaler | None = None  # the gradient scaler to assume until another one scales a loss
@@ -77,7 +70,7 @@ class CaptureParts:
         # `registry.changes` and `registry.version` when parameters were last hooked
         self._followed = self._version = -1
         self.optimizers = OptimizerRegistry(registry, self.clock, config.optimizer)
-        self.loss_scale = LossScale(config.measured.loss_scale, self.optimizers, self.clock)
+        self.loss_scale = LossScale(config.loss_scale, self.optimizers, self.clock)
         self.seen = GradientVersions()  # the versions of the open sample's gradients
         self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
         self.probes = Probes(config.probes)

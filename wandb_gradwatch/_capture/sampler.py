@@ -58,7 +58,7 @@ class Sampler(Listener):
         self._clock, self._schedule = parts.clock, parts.schedule
         self._guard, self._by_hand = parts.guard, parts.by_hand
         self._timer = DeviceTimer()
-        self._measurer = Measurer(parts, config.measured, self._timer)
+        self._measurer = Measurer(parts, config, self._timer)
         self._sample = OpenSample(parts, self._measurer)
         self._rest = Rest(parts, self._sample)
         self.counter: Rest | None = None  # counts steps while the hooks are off

@@ -65,8 +65,8 @@ class NormLimits(Remembers):
             return min(limit, self.warmup_factor * math.exp(max(past.healthy)))
         recent = past.healthy[-max(self.window // 4, self.warmup) :]
         for view in (past.healthy, recent):
-            found = limit_of(view, stds=self.stds, min_factor=self.min_factor, record_factor=self.record_factor)
-            limit = min(limit, found.value)
+            usual = limit_of(view, stds=self.stds, min_factor=self.min_factor, record_factor=self.record_factor)
+            limit = min(limit, usual)
         return limit
 
     def learn(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_], norm: float, *, alarmed: bool) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._measure.elements import upload, wide_dtype
-from .._runtime.sharding import has_fsdp1, local_part, world_size
+from .._runtime.sharding import has_fsdp1, is_sharded, local_part, world_size
 
 # N parameters of an optimizer
 
@@ -73,10 +73,6 @@ class RankConsensus:
         for dimension in range(self._mesh.ndim):
             dist.all_reduce(values, group=self._mesh.get_group(dimension))
         return values
-
-
-def is_sharded(parameter: Tensor) -> bool:
-    return type(parameter).__name__ == "DTensor"
 
 
 def _num_shards(parameter: Any) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -27,13 +27,13 @@ from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.notices import Notices
-from .._runtime.sharding import Shards, world_size
+from .._runtime.sharding import Shards, is_sharded, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
 from .guard import Present, SkipGuard, honours_found_inf, raised_to_the_user
-from .rank_consensus import FSDP1_REFUSED, FUNCTION_REFUSED, RankConsensus, is_sharded
+from .rank_consensus import FSDP1_REFUSED, FUNCTION_REFUSED, RankConsensus
 
 # N parameters of an optimizer
 
@@ -72,28 +72,6 @@ class _Step:
     was_read: bool  # the host has decided, so its values are there and the guard's limit was checked
 
 
-@dataclass
-class _Stash:
-    """What an optimizer's step was deprived of, or given, to be restored after the step."""
-
-    optimizer: Optimizer
-    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    found_inf: Tensor | None = None
-    scalers_found_inf: Tensor | None = None  # the loss scaler's found_inf, which ours replaces
-
-    def give_back(self) -> None:
-        if self.found_inf is not None and getattr(self.optimizer, "found_inf", None) is self.found_inf:
-            if self.scalers_found_inf is None:
-                del self.optimizer.found_inf  # type: ignore[attr-defined]
-            else:
-                self.optimizer.found_inf = self.scalers_found_inf  # type: ignore[attr-defined]
-        if current_graph_task() != -1:
-            return  # the step raised and the next backward is running: these gradients are outdated
-        for parameter, gradient in self.gradients:
-            if parameter.grad is None:
-                parameter.grad = gradient
-
-
 class StepSkipping(Listener):
     """Applies a guard's decisions to the optimizers.
 
@@ -121,7 +99,7 @@ class StepSkipping(Listener):
         self._has_voted = False  # on the step that an optimizer is about to make
         self._slot_of_id: Mapping[int, int] | None = None  # after the monitor has failed: the parameters to vote on
         self._pinned_pool = PinnedPool()
-        self._stash: list[_Stash] = []
+        self._undo: list[tuple[Optimizer, Callable[[], None]]] = []  # restores what a step was deprived of, or given
         self._opinions: list[_Opinion] = []  # of the open step
         self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
         self._last_withheld: Tensor | bool = False  # the same of the last closed step
@@ -234,12 +212,12 @@ class StepSkipping(Listener):
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Restore the gradients and `found_inf` of this optimizer, or of all."""
-        stashes, self._stash = self._stash, []
-        for stash in stashes:
-            if optimizer is None or stash.optimizer is optimizer:
-                stash.give_back()
+        undo, self._undo = self._undo, []
+        for stepped, restore in undo:
+            if optimizer is None or stepped is optimizer:
+                restore()
             else:
-                self._stash.append(stash)
+                self._undo.append((stepped, restore))
 
     def end_step(self, number: int) -> None:
         """Close the open step under this number."""
@@ -339,7 +317,7 @@ class StepSkipping(Listener):
             self._withheld = True
             if self.replay is not None and values[0] > 0:  # something is not finite
                 self.replay.look(step)
-            self._stash.append(_without_gradients(optimizer))
+            self._undo.append((optimizer, _take_gradients(optimizer)))
 
     def _decide_there(
         self, optimizer: Optimizer, slots: tuple[int, ...], sums: Tensor, bad: Tensor, *, learns: bool
@@ -353,8 +331,7 @@ class StepSkipping(Listener):
             withheld = skipped & ~overflowed
             # The kernels compare found_inf with exactly 1, and subtract it from the step counters.
             found_inf = (skipped | overflowed).to(torch.float32)
-            self._stash.append(_Stash(optimizer, [], found_inf, scalers))
-            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            self._undo.append((optimizer, _set_found_inf(optimizer, found_inf)))
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
         self._opinions.append(_Opinion(slots, learns, self._pinned_pool.send(torch.cat((sums, flags)))))
@@ -377,9 +354,40 @@ def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
     return count + one_more
 
 
-def _without_gradients(optimizer: Optimizer) -> _Stash:
-    """Set all gradients that this optimizer could use to None, including those of unwatched parameters."""
-    stash = _Stash(optimizer, [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None])
-    for parameter, _ in stash.gradients:
+def _take_gradients(optimizer: Optimizer) -> Callable[[], None]:
+    """Set all gradients that this optimizer could use to None, including those of unwatched parameters.
+
+    Returns:
+        A function that gives them back after the step.
+    """
+    taken = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+    for parameter, _ in taken:
         parameter.grad = None
-    return stash
+
+    def give_back() -> None:
+        if current_graph_task() == -1:  # otherwise the step raised, and the next backward makes new ones
+            for parameter, gradient in taken:
+                if parameter.grad is None:
+                    parameter.grad = gradient
+
+    return give_back
+
+
+def _set_found_inf(optimizer: Optimizer, found_inf: Tensor) -> Callable[[], None]:
+    """Set `found_inf`, the device's decision, in place of the loss scaler's.
+
+    Returns:
+        A function that restores the scaler's after the step.
+    """
+    named: Any = optimizer
+    scalers: Tensor | None = getattr(named, "found_inf", None)
+    named.found_inf = found_inf
+
+    def restore() -> None:
+        if getattr(named, "found_inf", None) is found_inf:
+            if scalers is None:
+                del named.found_inf
+            else:
+                named.found_inf = scalers
+
+    return restore

@@ -15,6 +15,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 _FSDP1: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor."""
+    return type(tensor).__name__ == "DTensor"
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """The tensor's data on this rank: a DTensor's local shard (0.7 us; operations on DTensors hide collectives)."""
     if type(tensor).__name__ == "DTensor":
@@ -101,7 +106,7 @@ class Shards:
         self.uses_fsdp1 = bool(flat)
         for slot, parameter in entries:
             self._shares.pop(slot, None)
-            if type(parameter).__name__ == "DTensor":
+            if is_sharded(parameter):
                 self._shares[slot] = _share_of(parameter)
             elif id(parameter) in flat:
                 self._shares[slot] = frozenset(range(world_size())), flat[id(parameter)]
