@@ -106,7 +106,7 @@ def check_environment() -> list[Check]:
         _check_triton(),
         _check_numba(),
         _check_login(),
-        _check_workspaces(floors),
+        _check_version("wandb-workspaces", floors, extra="report", extra_is_for="W&B reports and workspaces"),
     ]
 
 
@@ -120,8 +120,10 @@ def _floors() -> dict[str, str]:
     return {match[1]: match[2] for match in found if match}
 
 
-def _check_version(name: str, floors: dict[str, str]) -> Check:
-    version, floor = metadata.version(name), floors.get(name)
+def _check_version(name: str, floors: dict[str, str], *, extra: str = "", extra_is_for: str = "") -> Check:
+    version, floor = _version_or_none(name), floors.get(name)
+    if version is None:
+        return Check(name, f"absent (optional: {extra_is_for})", "note", f"pip install '{DISTRIBUTION}[{extra}]'")
     if floor and _release(version) < _release(floor):
         advice = f"{name} {floor} or newer is needed:\npip install --upgrade '{name}>={floor}'"
         return Check(name, version, "problem", advice)
@@ -188,13 +190,6 @@ def _check_login() -> Check:
         return Check("W&B", f"mode {mode}, credentials for {base_url} found (not tried)")
     advice = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to keep runs in files"
     return Check("W&B", f"mode {mode}, no credentials for {base_url}", "note", advice)
-
-
-def _check_workspaces(floors: dict[str, str]) -> Check:
-    name, advice = "wandb-workspaces", f"pip install '{DISTRIBUTION}[report]'"
-    if _version_or_none(name) is None:
-        return Check(name, "absent (optional: W&B reports and workspaces)", "note", advice)
-    return _check_version(name, floors)
 
 
 def _version_or_none(name: str) -> str | None:

@@ -30,7 +30,7 @@ CODE_ZERO: Final = 1
 CODE_FIRST: Final = 2
 CODE_LAST: Final = 65534
 CODE_INFINITE: Final = 65535
-_SUMMED: Final = frozenset({"num_nan", "num_inf", "num_nonfinite", "num_skipped_steps", "num_guarded_steps"})
+_COUNTS: Final = frozenset({"num_nan", "num_inf", "num_nonfinite", "num_skipped_steps", "num_guarded_steps"})
 
 MAX_KEPT_CELLS: Final = 40_000_000  # rows x keys: 320 MB
 MAX_OWN_VALUES: Final = 8_000_000  # of all keys together: 128 MB
@@ -132,11 +132,6 @@ def pool_steps(steps: IntArray, width: int) -> tuple[IntArray, IntArray]:
     return steps[::width], np.append(steps[width - 1 :: width], steps[-1:] if len(steps) % width else steps[:0])
 
 
-def is_summed(key: str) -> bool:
-    """Return whether the values of this key are counts, which are added over neighbouring rows."""
-    return key.partition("/")[0] in _SUMMED or key.rpartition("/")[2] in _SUMMED
-
-
 def pool(values_R: FloatArray, width: int, key: str) -> FloatArray:
     """Pool neighbouring rows [R, ...]: counts are added; otherwise the largest value is kept, so that spikes stay.
 
@@ -145,7 +140,7 @@ def pool(values_R: FloatArray, width: int, key: str) -> FloatArray:
     if width == 1:
         return values_R
     starts = np.arange(0, len(values_R), width)
-    if not is_summed(key):
+    if not {key.partition("/")[0], key.rpartition("/")[2]} & _COUNTS:
         return np.fmax.reduceat(values_R, starts, axis=0)
     missing = np.logical_and.reduceat(np.isnan(values_R), starts, axis=0)
     return np.where(missing, np.nan, np.add.reduceat(np.nan_to_num(values_R, nan=0.0), starts, axis=0))

@@ -74,7 +74,11 @@ def build_report(
     """Build the report as an unsaved object of wandb-workspaces; `flow_chart` is a preset's id. Uses no network."""
     reports, _ = require_workspaces()
     about = {"entity": entity, "project": project, "title": _title(run), "description": DESCRIPTION}
-    blocks = [*_introduction(reports), *_alerts(reports, alerts)]
+    introduction = (
+        "The horizontal axis is `gradwatch/step`: optimizer steps. Norms are those of the finite elements, unscaled "
+        "and before clipping unless a title says otherwise. A gap means that the value is missing, not that it is zero."
+    )
+    blocks = [reports.MarkdownBlock(introduction), reports.TableOfContents(), *_alerts(reports, alerts)]
     for key, panels in SECTIONS.items():
         width = 24 // min(len(panels), 3)
         blocks += _section(reports, key, run, [panel.build(reports, width=width) for panel in panels])
@@ -99,14 +103,6 @@ def run_on_disk(run: str | None, path: Path | None) -> RunHistory | None:
 
 def _title(run: str | None) -> str:
     return "Gradients" if run is None else f"Gradients of run {run}"
-
-
-def _introduction(reports: Any) -> Iterator[Any]:
-    yield reports.MarkdownBlock(
-        "The horizontal axis is `gradwatch/step`: optimizer steps. Norms are those of the finite elements, unscaled "
-        "and before clipping unless a title says otherwise. A gap means that the value is missing, not that it is zero."
-    )
-    yield reports.TableOfContents()
 
 
 def _alerts(reports: Any, alerts: Sequence[RecordedAlert]) -> Iterator[Any]:
