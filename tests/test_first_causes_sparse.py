@@ -10,6 +10,7 @@ import pytest
 from grad_samples import sample_of, together
 
 from wandb_gradwatch._diagnosis import Diagnosis, diagnose, with_diagnosis
+from wandb_gradwatch.rules import DeadGradient, ExplodingGradient, FastParameters
 from wandb_gradwatch.rules._base import finding
 from wandb_gradwatch.snapshot import Snapshot, keys
 
@@ -114,3 +115,81 @@ def test_a_rate_that_rises_step_by_step_is_felt_where_the_weights_have_doubled_s
     assert found.cause == "learning rate too high"
     assert found.evidence == "it rose from 0.003 to 0.118 up to step 130"
     assert found.explains("Dead gradient") == is_felt
+
+
+@pytest.mark.parametrize(
+    ("steps", "factor", "is_told"),
+    [
+        ((30, 50), 10.0, True),
+        ((30, 50), 4.0, False),  # healthy weights grow up to 2.7-fold in a hundred steps
+        ((30, 530), 10.0, False),  # and any distance over many
+        ((10, 30), 10.0, False),  # the first steps may be large
+    ],
+)
+def test_weights_that_have_grown_manifold_since_the_sample_before_are_told(steps, factor, is_told):
+    history = history_of((*range(1, 11), *steps), {"a.weight": [0.1] * 12}, size=300, weights=[*[1.0] * 11, factor])
+    alerts = list(FastParameters().check(history))
+    assert [alert.step for alert in alerts] == ([steps[-1]] if is_told else [])
+    assert all("either too large an update, or weights that were loaded or rescaled" in alert.text for alert in alerts)
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"), [(1.0, "parameters have hardly moved"), (8.0, "parameters had moved far")]
+)
+def test_a_norm_that_stays_high_after_the_parameters_have_leapt_is_not_said_to_be_new_data(weight, words):
+    steps = (*FIRST_STEPS, 50, 70, 90, 110, 111, 112)
+    history = history_of(steps, {"a.weight": [*[1.0] * 15, 40.0, 35.0]}, weights=[*[1.0] * 15, weight, weight])
+    (alert,) = ExplodingGradient().check(history)
+    assert (alert.step, words in alert.text) == (111, True)
+    assert ("either the data has changed" in alert.text) == (weight == 1.0)
+
+
+@pytest.mark.parametrize("steps", [(5, 10, 30, 50, 70, 90, 110), (70, 90, 110)])
+@pytest.mark.parametrize(("weight", "is_leap"), [(1.0, False), (8.0, True)])
+def test_a_spike_behind_updates_that_were_not_measured_and_moved_the_parameters_is_no_bad_batch(steps, weight, is_leap):
+    num = len(steps) - 1
+    history = history_of(steps, {"a.weight": [*[1.0] * num, 40.0]}, weights=[*[1.0] * num, weight])
+    found = {one.cause: one.evidence for one in diagnose(history)}
+    assert ("too large an update" in found, "one bad batch" in found) == (is_leap, not is_leap and num > 5)
+    if is_leap:
+        assert found["too large an update"].startswith("the updates of steps 90 to 109, of which only the first was")
+
+
+def test_units_that_die_while_the_parameters_fly_off_die_of_the_updates():
+    norms = {"0.weight": [0.0] * 12, "1.weight": [1.0] * 12}
+    text = told_of("Dead gradient", history_of(range(1, 13), norms, weights=1.2 ** np.arange(12)))
+    assert text.startswith("not clear: either learning rate too high (") or text.startswith("learning rate too high (")
+    assert "dead units" not in text
+
+
+def test_a_loss_that_rises_with_the_gradient_from_the_first_steps_on_may_have_the_wrong_sign():
+    growth = 1.3 ** np.arange(20)
+    rising, falling = (
+        first_of(history_of(range(1, 21), {"a.weight": growth}, losses=losses))
+        for losses in (growth, 2 - 0.01 * growth)
+    )
+    assert rising.cause == falling.cause == "learning rate too high"
+    assert rising.rival.startswith("the wrong sign of the loss")
+    assert "check the sign of the loss" in rising.remedy
+    assert "sign" not in falling.rival + falling.remedy
+
+
+@pytest.mark.parametrize(("last", "is_told"), [(-90.0, True), (-9.0, False)])
+def test_a_loss_that_began_below_0_and_falls_tenfold_with_a_growing_gradient_may_have_the_wrong_sign(last, is_told):
+    norms, losses = [0.7, 1.5, 1.1, 2.0, 2.0, 4.6, 8.7, 18.0, 47.0], [-1.4, -1.5, -1.5, -1.9, -2.1, -3.5, -4, -5, last]
+    history = history_of(range(1, 10), {"a.weight": norms}, losses=losses)
+    found = [one for one in diagnose(history) if one.cause.startswith("the wrong sign of the loss")]
+    assert [one.rival.startswith("a learning rate that is too high") for one in found] == [True] * is_told
+
+
+def test_a_first_layer_without_any_gradient_shows_that_its_inputs_are_gone():
+    def sample(step: int) -> Snapshot:
+        inner = np.where(np.arange(16) < 12, 0.0, 1.0) if step > 12 else np.ones(16)  # most of its channels are off
+        first = np.zeros(16) if step > 12 else np.ones(16)
+        gradients = {"0.weight": first}
+        for layer, gradient in enumerate((np.ones(16), inner, np.ones(16)), 1):
+            gradients |= {f"{layer}.weight": gradient, f"{layer}.bias": gradient}
+        return sample_of(gradients, step=step, parameters=dict.fromkeys(gradients, np.ones(16)))
+
+    alert = next(iter(DeadGradient().check(together([sample(step) for step in range(1, 20)]))))
+    assert "either dead units in the first layer, which has no bias, or the data has changed" in alert.text

@@ -60,6 +60,7 @@ NONFINITE_BATCH = "inputs or labels of the batch that are not finite"
 NONFINITE_FORWARD = "an invalid operation in the forward or in the loss (log 0, 0/0, an overflow)"
 OPTIMIZER = "NaN made by the optimizer's update, by its state or its eps"
 WRITTEN = "an optimizer's state that was lost, or weights that were loaded or rescaled"
+LEAP = "too large an update"
 UNMEASURED = "not clear: parameters became NaN or Inf in a step that was not measured"
 DATA_SCALE = "a large scale of the inputs, targets or loss"
 INSIDE = "an explosion inside the model, through depth or through recurrence"
@@ -98,10 +99,11 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     LOSS_SCALE: ("Exploding gradient", "Parameters grow too fast", "Loss spike"),
     BACKWARD: ("Exploding gradient",),
     UNBOUNDED[0]: (*_EXPLOSION, *SILENCE, "Parameters grow too fast", "Loss below 0"),
-    MULTIPLIED: (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss"),
     DEVIATION: ("Exploding gradient",),
     FADING: ("Vanishing gradient",),
-    WRITTEN: (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss"),
+    **dict.fromkeys(
+        (WRITTEN, LEAP, MULTIPLIED), (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss")
+    ),
     FORWARD: ("Loss scale collapse",),
     BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
     OVERFLOW: ("NaN gradient", "Inf gradient"),

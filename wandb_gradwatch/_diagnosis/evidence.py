@@ -29,6 +29,7 @@ _ORDINARY_INPUT, _ORDINARY_OUTPUT = 10.0, 3.0  # limits: inputs' root mean squar
 DEEP: Final = 12  # number of layers over which ordinary gradients may grow larger than the parameters
 _FIRST_STEPS: Final = 2  # steps before which at most one update was made
 _EARLY: Final = 40
+_MIN_LOSSES: Final = 8
 _FADES, _IN_ORDER = 30.0, 0.9  # limits: norm of the last layer / first layer; Spearman's rank correlation with depth
 _SPIKE_FACTOR: Final = 5.0
 _ALONE_FACTOR: Final = 3.0
@@ -162,6 +163,22 @@ class Evidence:
     def loss_S(self) -> FloatArray:
         """The losses, NaN if unknown: [S]."""
         return self.history.metrics.get(keys.LOSS, np.full(len(self.history), np.nan))
+
+    def is_loss_above_0(self, end: int) -> bool:
+        """Whether all known losses before this sample are above 0."""
+        return bool(np.fmin.reduce(self.loss_S[:end], initial=np.inf) > 0)
+
+    @property
+    def loss_only_rises(self) -> bool:
+        """Whether a loss above 0 has risen almost all the time from the first steps on, by a fifth in each half."""
+        known = self.loss_S[np.isfinite(self.loss_S)]
+        if len(known) < _MIN_LOSSES or self.step(0) > _EARLY:
+            return False
+        first, half, last = known[[0, len(known) // 2, -1]]
+        if not last > 1.2 * half > 1.2**2 * first > 0:
+            return False
+        ranks = np.argsort(np.argsort(known))
+        return bool(np.corrcoef(ranks, np.arange(len(known)))[0, 1] > _IN_ORDER)
 
     def has_usual_loss(self, sample: int) -> bool:
         """Whether the loss is near the range of those before it, so that nothing in the forward made this gradient."""

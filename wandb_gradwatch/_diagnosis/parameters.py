@@ -22,6 +22,7 @@ _FIRST_STEPS: Final = 5
 MAX_LEAP: Final = 0.5
 # Change of the parameters' norm by one update; a healthy update makes a tenth of it once a run is under way.
 _MIN_JUMP: Final = 0.005
+_UNSEEN_LEAP: Final = 5.0  # the same by all updates between two samples; a healthy weight grows by 1.7 in a hundred
 _JUMP_FACTOR: Final = 20.0
 _JUMP_NEIGHBOURS: Final = 16  # number of earlier updates that a jump is compared with
 _MIN_JUMP_NEIGHBOURS: Final = 5
@@ -106,6 +107,11 @@ class Parameters:
         if place < _MIN_JUMP_NEIGHBOURS or place == len(samples) or samples[place] != sample - 1:
             return None
         return float(changes[place]), float(changes[max(place - _JUMP_NEIGHBOURS, 0) : place].max())
+
+    def leapt_unseen(self, sample: int) -> bool:
+        """Whether the parameters' norm grew manifold in unmeasured steps just before a sample, whose gradient then is a
+        consequence."""
+        return sample > 0 and self.num_updates_from(sample - 1) > 1 and self.change_from(sample - 1) > _UNSEEN_LEAP
 
     def leapt(self, sample: int) -> tuple[str, float, float] | None:
         """Return a parameter whose norm the update before a sample changed by more than half, and by far more than the

@@ -209,10 +209,11 @@ class DeadGradient(ShippedRule):
         )
         # For a first layer without a bias, inputs of 0 look like an output that is multiplied by 0.
         front = np.flatnonzero(~np.isnan(share_L))[:2].tolist()
-        if front[0] in dead and front[-1] not in dead and not modules.has_bias[front[0]]:
+        is_off = share_L[front[0]] == 1.0 or front[0] in dead
+        if is_off and front[-1] not in dead and not modules.has_bias[front[0]]:
             cause = (
-                "not clear: either dead units in the first layer, or the data has changed: the layers after this one, "
-                "which has no bias, get their gradients; a look at the batch tells them apart"
+                "not clear: either dead units in the first layer, which has no bias, or the data has changed: the "
+                "layers after the first one get their gradients; a look at the batch tells them apart"
             )
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 

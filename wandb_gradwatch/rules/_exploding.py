@@ -22,6 +22,7 @@ from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
 from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, finding, values_of
+from ._parameters import JUMP
 
 # S samples, P watched parameters
 
@@ -58,6 +59,7 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
         "something new; a look at the inputs and targets of this step tells them apart",
         "look at what changed in the data, the targets or the loss at this step; normalise it",
     ),
+    "moved": JUMP,
     "grows": (
         "not clear: either a learning rate that is too high, or one bad batch whose gradient nothing clipped; whether "
         "the learning rate rose before this step tells them apart",
@@ -110,6 +112,7 @@ class _Past(Remembers):
         self.began = 0  # the step of the first of these
         self.num_moving = 0  # number of updates that moved the parameters far, in a row up to now
         self.was_moving = False  # whether such updates preceded the first norm above the limit
+        self.was_moved = False  # whether the updates since the sample before it moved the parameters far
         self.largest_above = -math.inf  # the largest norm above the limit, in the current row
         self.movement = Movement()
         self.progress = Progress()
@@ -265,6 +268,7 @@ class ExplodingGradient(ShippedRule):
         if not past.num_above:
             past.began = step
             past.was_moving = past.num_moving >= _MOVING and past.num_survived < 2 * _FIRST
+            past.was_moved = moved
         past.num_above += 1
         grows = log_norm > past.largest_above + math.log(_GROWS)  # norms that stay may scatter as much
         past.largest_above = max(past.largest_above, log_norm)
@@ -277,8 +281,10 @@ class ExplodingGradient(ShippedRule):
         elif past.num_above > 1 and (moved or (factor > _CLEARLY and grows)):
             return _Found("grows", "ERROR", past.began, f"{words}; it has not fallen back since step {past.began}")
         elif now > _WORTH_A_WORD and past.num_above >= (2 if now > _CLEARLY else _STAYS):
-            words += f"; it has stayed there since step {past.began}, and the parameters have hardly moved"
-            return _Found("stays", "WARN", past.began, words)
+            words += f"; it has stayed there since step {past.began}, "
+            if past.was_moved:
+                return _Found("moved", "WARN", past.began, f"{words}just after the parameters had moved far")
+            return _Found("stays", "WARN", past.began, f"{words}and the parameters have hardly moved")
         elif factor > _AT_ONCE:
             # In the first steps of a run nothing shows that a bad batch is the cause.
             return _Found("spike" if past.num_survived >= _FIRST else "grows", "WARN", step, words)
@@ -352,7 +358,7 @@ class ExplodingGradient(ShippedRule):
         cause, remedy = _CAUSES[found.kind]
         remedy = remedy.format(clip=clip_advice(float(snapshot.clipped[sample])))
         told = finding(self.title, fact, layers, cause, remedy, found.step, found.level, found.kind)
-        return replace(told, found_in=int(snapshot.steps[sample]), seen=at if found.kind == "stays" else 0)
+        return replace(told, found_in=int(snapshot.steps[sample]), seen=at if found.kind in ("stays", "moved") else 0)
 
 
 def _scatter(log_norms: list[float]) -> float:

@@ -41,11 +41,11 @@ _REMEDY: Final = (
     "normalise the inputs and the targets, take the mean in the loss; divide the learning rate by 10 or lengthen its "
     "warm-up, and "
 )
-_JUMP_CAUSE: Final = (
+JUMP: Final = (  # the cause and the remedy of weights that have leapt
     "not clear: either too large an update, or weights that were loaded or rescaled; the gradient and the learning "
-    "rate of the step before tell them apart"
+    "rate of the step before tell them apart",
+    "check the learning rate's schedule, the batch before, and other code that writes to parameters",
 )
-_JUMP_REMEDY: Final = "check the learning rate's schedule, the batch before, and other code that writes to parameters"
 _DECAY: Final = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
 
 
@@ -64,7 +64,8 @@ class FastParameters(ShippedRule):
         max_growth: largest growth of a weight's norm per step after step 20. Healthy: at most 11 % (LSTM, rate 20).
         max_first_growth: the same up to step 20. Healthy: at most 11 %; faults: from 26 %.
         max_factor: largest growth factor of a weight's norm over 10 updates without the largest, which may be a bad
-            batch or a change by the user; and by a single update after step 20. Healthy: at most 1.7.
+            batch or a change by the user; and by a single update after step 20. Healthy: at most 1.7. Its square is the
+            limit for all updates between two samples with other steps between them. Healthy: at most 2.7.
         min_left: smallest share of the first norm that is left. Healthy: at least 0.44; faults: 0.001.
     """
 
@@ -110,7 +111,7 @@ class FastParameters(ShippedRule):
                 self._left_sq = 0.0
                 continue
             if np.maximum.reduce(self._recent[-1]) > _NOTICED:
-                yield from self._growing(snapshot, seen.place)
+                yield from self._growing(snapshot, seen.place, update.num_steps)
             left, shrinking = self._left(snapshot, seen.place), np.zeros(0, dtype=np.intp)
             if np.minimum.reduce(self._recent[-1]) < math.log1p(-_SHRINKS):
                 last = np.array(list(self._recent)[-_SHRINK_SAMPLES:])[:, :-1]
@@ -156,20 +157,21 @@ class FastParameters(ShippedRule):
         self._work_out()
         return super().state_dict()
 
-    def _growing(self, snapshot: Snapshot, sample: int) -> Iterable[Alert]:
-        """Yield the alert of weights that have grown too fast, if there are any."""
+    def _growing(self, snapshot: Snapshot, sample: int, num_steps: int) -> Iterable[Alert]:
+        """Yield the alert of weights that have grown too fast, if there are any; the last change took `num_steps`."""
         step, recent = int(snapshot.steps[sample]), np.sort(list(self._recent), axis=0)
         limit = self.max_first_growth if step <= _EARLY else self.max_growth
         last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
-        product_P, most = recent[:-1].sum(axis=0), math.log(self.max_factor)
+        product_P, since_P, most = recent[:-1].sum(axis=0), num_steps * self._recent[-1], math.log(self.max_factor)
+        most_since = most if num_steps == 1 else 2 * most
         advice = _REMEDY + clip_advice(float(snapshot.clipped[sample]))
         is_learning = self._progress.has_fallen()
         if len(recent) > 1 and not is_learning and last_P.max() > math.log1p(limit):
             words = f"grown by {number(100 * limit)} % per step or more, twice within {_OF_LAST} samples"
             yield self._grown(step, words, last_P, math.log1p(limit), _CAUSE, advice, "ERROR")
-        elif step > _EARLY and self._recent[-1][:-1].max() > most:
-            words = f"grown {number(self.max_factor)} times or more at once, since the sample before"
-            yield self._grown(step, words, self._recent[-1], most, _JUMP_CAUSE, _JUMP_REMEDY, "WARN")
+        elif step - num_steps >= _EARLY and since_P[:-1].max() > most_since:
+            words = f"grown {number(math.exp(most_since))} times or more since the sample before"
+            yield self._grown(step, words, since_P, most_since, *JUMP, "WARN")
         elif not is_learning and product_P.max() > most:
             words = (
                 f"grown {number(self.max_factor)} times or more in all by {len(recent) - 1} of the last {len(recent)} "

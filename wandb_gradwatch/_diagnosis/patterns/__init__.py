@@ -16,7 +16,16 @@ from .incidents import (
     invalid_operation,
     nonfinite_batch,
 )
-from .parameters import data_scale, initialisation, learning_rate, loss_multiplied, multiplied, unbounded, written
+from .parameters import (
+    data_scale,
+    initialisation,
+    leapt_unseen,
+    learning_rate,
+    loss_multiplied,
+    multiplied,
+    unbounded,
+    written,
+)
 from .silence import dead_units, frozen, scale_too_high, underflow
 
 # Of two equally probable causes the earlier one is named first.
@@ -24,5 +33,5 @@ PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (
     learning_rate, initialisation, through_depth, through_recurrence, fading, batch_norm, underflow, scale_too_high,
     dead_units, frozen, bad_batch, bad_rank, invalid_operation, nonfinite_batch,
     broken_by_update, data_scale, forward_overflow, inside_the_backward, loss_multiplied, written, multiplied,
-    unbounded,
+    unbounded, leapt_unseen,
 )  # fmt: skip

@@ -40,6 +40,8 @@ def bad_batch(evidence: Evidence) -> Diagnosis | None:
     """Bad batch: one or two samples are lone spikes, or the norm jumps after an ordinary update."""
     if len(evidence.spikes) in (1, 2):
         sample, factor = max(evidence.spikes, key=lambda spike: spike[1])
+        if evidence.parameters.leapt_unseen(sample):
+            return None
         lone = "a lone spike" if len(evidence.spikes) == 1 else "one of two spikes"
         words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}{evidence.note_of(sample)}"
         is_moved = evidence.parameters.is_moving or evidence.parameters.jump is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -12,6 +13,7 @@ from ..causes import (
     DATA_SCALE,
     INITIALISATION,
     INSIDE,
+    LEAP,
     LEARNING_RATE,
     LOSS_SCALE,
     MULTIPLIED,
@@ -25,6 +27,8 @@ from ..parameters import MAX_LEAP
 _MULTIPLIED: Final = 10.0  # multiple of the usual loss and gradient; less may be an unusual batch
 _ALIKE: Final = 2.0  # largest ratio between the factors of the loss and of all layers
 _LOWER: Final = 1.2  # multiple of the lowest loss, below 0; less may be due to the batch
+_FAR_LOWER, _FEW = 10.0, 4  # the same for a loss and a gradient that grew together, after so many samples
+_OR_RATE: Final = "a learning rate that is too high; whether the loss has a lower bound tells them apart"
 _FAR_SINCE: Final = 2.0  # factor of the parameters' norm since a learning rate began to rise: the rise is felt
 _FIRST_STEPS: Final = 5
 _TOO_SMALL: Final = 0.04  # share of the size that preserves a signal
@@ -38,6 +42,10 @@ _FIRST_SCALE: Final = (
     "a large scale of the inputs, targets or loss; the size of the loss at the first step tells them apart"
 )
 _FIRST_DEPTH: Final = "activations that grow with the depth; the size of the loss at the first step tells them apart"
+_UPHILL: Final = (
+    "the wrong sign of the loss (or maximize=True in the optimizer), as the loss has risen from the first samples on; "
+    "a run with a tenth of the learning rate tells them apart"
+)
 _UNMEASURED: Final = "one bad batch that was not measured; a run with sample_every=1 tells them apart"
 _BY_HAND: Final = (
     "parameters that were loaded or rescaled, or an optimizer's state that was lost; what the script does at that step "
@@ -72,7 +80,7 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
             f"the parameters' norm changed by {number(100 * change)} % per step or more, "
             f"from step {evidence.step(sample)}"
         )
-        return Diagnosis(LEARNING_RATE, 0.85 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE))
+        return Diagnosis(LEARNING_RATE, 0.85 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE), SILENCE)
     if (leapt := evidence.parameters.leap) is not None:
         update, moved, rival = _update(evidence, leapt)
         words = f"{update} changed the parameters' norm by {moved} %"
@@ -111,12 +119,13 @@ def _update(evidence: Evidence, sample: int) -> tuple[str, str, str]:
 
 def _or_scale(evidence: Evidence, remedy: str, sample: int, later: str) -> tuple[str, str]:
     """Return the remedy and the rival of a high learning rate that did not rise, by the step where its effect began."""
-    rival = later
+    rival = _UPHILL if later == _NEW_SCALE and evidence.loss_only_rises else later
     if evidence.step(sample) <= _FIRST_STEPS:
         is_deep = len(evidence.parameters.gains) >= DEEP
         rival = (_FIRST_DEPTH if is_deep else _FIRST_SCALE) if evidence.first_ratio > 1 else ""
-    scale = "normalise the inputs and the targets, take the mean in the loss" if "scale" in rival else ""
-    return f"{remedy}; if that changes nothing, {scale}" if scale else remedy, rival
+    other = "check the sign of the loss" if rival == _UPHILL else ""
+    other = "normalise the inputs and the targets, take the mean in the loss" if "scale" in rival else other
+    return f"{remedy}; if that changes nothing, {other}" if other else remedy, rival
 
 
 def written(evidence: Evidence) -> Diagnosis | None:
@@ -136,6 +145,18 @@ def written(evidence: Evidence) -> Diagnosis | None:
     return Diagnosis(WRITTEN, 0.9, words, remedy)
 
 
+def leapt_unseen(evidence: Evidence) -> Diagnosis | None:
+    """Leap between samples: the gradient is far above all before it, behind parameters that are many times larger."""
+    sample = evidence.spike_began
+    if sample is None or not evidence.parameters.leapt_unseen(sample):
+        return None
+    update, change, _ = _update(evidence, sample - 1)
+    words = f"{update}, of which only the first was measured, changed the parameters' norm by {change} %"
+    remedy = "look at the schedule of the learning rate, and at what else the script does at these steps"
+    rival = "weights that were loaded or rescaled; a run with sample_every=1 tells them apart"
+    return Diagnosis(LEAP, 0.9, words, remedy, rival)
+
+
 def multiplied(evidence: Evidence) -> Diagnosis | None:
     """Multiplied parameters: parameters of different sizes grow by one factor."""
     movement = evidence.parameters.movement
@@ -149,32 +170,42 @@ def multiplied(evidence: Evidence) -> Diagnosis | None:
 
 def unbounded(evidence: Evidence) -> Diagnosis | None:
     """Unbounded loss: the gradient grows, or the parameters run away, while the loss falls to new lows below 0."""
+    found = _run_away(evidence) if evidence.rate_rise is None else None
+    if found is None:
+        return None
+    words, begins, last, lower = found
     loss_S = evidence.loss_S
-    if evidence.rate_rise is not None:
-        return None
-    if evidence.growth is not None:
-        rise, last = evidence.growth
-        begins = int(evidence.clean[max(int(np.searchsorted(evidence.clean, last)) + 1 - rise.num_samples, 0)])
-        words = f"the gradient norm grew {number(rise.factor)}x up to step {evidence.step(last)}"
-    elif evidence.parameters.is_moving and evidence.parameters.movement is not None:
-        change, begins = evidence.parameters.movement
-        last = len(loss_S) - 1
-        words = f"the parameters' norm changed by {number(100 * change)} % per step or more"
-        if begins < _FIRST_STEPS and not np.nanmin(loss_S[: begins + 1], initial=np.inf) > 0:
-            return None  # a loss that begins below 0 falls further with the first large updates, whatever its sign
-    elif evidence.onset is not None and evidence.gradient_came_first:
-        last, begins = evidence.onset.sample, evidence.onset.sample - 1
-        words = f"the gradient norm rose {number(evidence.onset.factor)}x at step {evidence.step(last)}"
-        if evidence.has_usual_loss(last) or not np.nanmin(loss_S[:last], initial=np.inf) > 0:
-            return None  # a loss that is below 0 now and then falls there with other data, too
-    else:
-        return None
     known_S = loss_S[: begins + 1][np.isfinite(loss_S[: begins + 1])]
-    if not known_S.size or not loss_S[last] < min(0.0, _LOWER * float(np.min(known_S))):
+    if not known_S.size or not loss_S[last] < min(0.0, lower * float(np.min(known_S))):
         return None
     words += f", while the loss fell from {number(float(known_S[-1]))} to {number(float(loss_S[last]))}"
     cause, remedy = UNBOUNDED
-    return Diagnosis(cause, 0.95, words, remedy)
+    return Diagnosis(cause, 0.95, words, remedy, _OR_RATE if lower == _FAR_LOWER else "")
+
+
+def _run_away(evidence: Evidence) -> tuple[str, int, int, float] | None:
+    """Return how the gradient or the parameters have run away: in words, the sample before, the last sample, and which
+    multiple of the lowest loss before has to be reached for the loss to be the cause."""
+    onset, half = evidence.onset, len(evidence.clean) // 2
+    if evidence.growth is not None:
+        growth, last = evidence.growth
+        begins = int(evidence.clean[max(int(np.searchsorted(evidence.clean, last)) + 1 - growth.num_samples, 0)])
+        return f"the gradient norm grew {number(growth.factor)}x up to step {evidence.step(last)}", begins, last, _LOWER
+    if evidence.parameters.is_moving and evidence.parameters.movement is not None:
+        change, begins = evidence.parameters.movement
+        if begins < _FIRST_STEPS and not evidence.is_loss_above_0(begins + 1):
+            return None  # a loss that begins below 0 falls further with the first large updates, whatever its sign
+        words = f"the parameters' norm changed by {number(100 * change)} % per step or more"
+        return words, begins, len(evidence.loss_S) - 1, _LOWER
+    # A loss that is below 0 now and then falls there with other data, too.
+    if onset is not None and evidence.gradient_came_first and evidence.is_loss_above_0(onset.sample):
+        words = f"the gradient norm rose {number(onset.factor)}x at step {evidence.step(onset.sample)}"
+        return None if evidence.has_usual_loss(onset.sample) else (words, onset.sample - 1, onset.sample, _LOWER)
+    if half < _FEW:
+        return None
+    rise = math.exp(min(float(evidence.log_norm_N[-1] - evidence.log_norm_N[:half].max()), 700.0))
+    words = f"the gradient norm is {number(rise)}x the largest of the first {half} samples"
+    return (words, int(evidence.clean[half]), int(evidence.clean[-1]), _FAR_LOWER) if rise > _FAR_LOWER else None
 
 
 def initialisation(evidence: Evidence) -> Diagnosis | None:

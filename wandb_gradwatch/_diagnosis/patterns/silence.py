@@ -100,7 +100,8 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
         return Diagnosis(DYING, 0.75, words, remedy, _LARGE)
     if one_by_one is None:
         rival = f"{DYING}; a run with sample_every=1 tells them apart"
-    return Diagnosis(DEAD_UNITS, 0.75, words, remedy, rival)
+    # Parameters that move too far kill units: then their speed is the first cause.
+    return Diagnosis(DEAD_UNITS, 0.65 if evidence.parameters.is_moving else 0.75, words, remedy, rival)
 
 
 def frozen(evidence: Evidence) -> Diagnosis | None:
