@@ -374,7 +374,8 @@ class Watcher:
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False, judge: bool = True) -> None:
-        self._say()
+        if self._parts.notices:
+            self._say()
         is_new, self._is_new = self._is_new, False
         if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
             self._stop()

@@ -276,7 +276,8 @@ class OpenSample:
         rate = learning_rate_of(optimizer)
         if not abs(rate) <= abs(self._learning_rate) and not math.isnan(rate):
             self._learning_rate = rate
-        self._tell(Probe.before_update, optimizer)
+        if self._parts.probes.active:
+            self._tell(Probe.before_update, optimizer)
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Tell the probes that the optimizer has updated its parameters."""

@@ -97,7 +97,7 @@ class OptimizerRegistry:
 
     def updated_by(self, keys: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         """Return the slots of each of these optimizers, ascending."""
-        return tuple(tuple(sorted(self._clock.owned.get(key, ()))) for key in sorted(keys))
+        return tuple([tuple(sorted(self._clock.owned.get(key, ()))) for key in sorted(keys)])
 
     def parts(self) -> dict[str, list[int]]:
         """Return the slots of each model by name; for a single model, those of each optimizer if they step in turn.

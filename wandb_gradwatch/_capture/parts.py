@@ -104,13 +104,11 @@ class CaptureParts:
         return self.schedule.is_sampled or (self.guard is not None and self.guard.needs_rows)
 
     def joins_silently(self, optimizer: Optimizer, key: int) -> bool:
-        """Whether a late step belongs to the last sample; it does not if it may use new gradients.
+        """Whether a step that is late belongs to the last sample; it does not if it may use new gradients.
 
         The gradients of an optimizer that has stepped before are old. At a first step they are old if they have been
         looked at, or if they are marked and the last step was not sampled. Otherwise hooks may have missed a backward.
         """
-        if not self.clock.is_late(key):
-            return False
         if key in self.clock.ever_stepped:
             return True
         entries = self.optimizers.entries(optimizer)

@@ -127,8 +127,8 @@ class Sampler(Listener):
                 if self._by_hand.possible:
                     self._by_hand.backward_begins(has_accumulated)
             self.parts.wiring.backward_begins(has_accumulated)
-            if self._clock.stepped:
-                self._commit(self._clock.backward_begins())
+            if (closed := self._clock.backward_begins()) is not None:
+                self._commit(closed)
             if self._clock.backwards and is_outermost:
                 self._sample.leave_out_what_was_reset(has_accumulated=has_accumulated)
 
@@ -160,7 +160,8 @@ class Sampler(Listener):
             self._sample.measure_present(self.parts.follow())
         elif by_hand.possible:
             self.parts.seen.note(self.parts.registry.scan())
-        self._commit(self._clock.backward_ended())
+        if (closed := self._clock.backward_ended()) is not None:
+            self._commit(closed)
         if is_update:
             self._close_update_by_hand()
         self.parts.wiring.without_a_step(self._clock.backwards, self._clock.open_step)
@@ -213,19 +214,21 @@ class Sampler(Listener):
 
     @contained
     def _before_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
-        self.parts.optimizer_found()
+        if self._by_hand.possible:
+            self.parts.optimizer_found()
         if SCALERS.last_used is not None:
             SCALERS.steps_of(optimizer).begin()
         key = self.parts.optimizers.key(optimizer)
         if inside_backward:
             self._hooks.arm(current_graph_task())
-        self._commit(self._clock.step_begins(key))
+        if (closed := self._clock.step_begins(key)) is not None:
+            self._commit(closed)
         if not inside_backward:
             self.parts.thread.step_begins()
             if self.parts.replay is not None:
                 self.parts.replay.ask()
             self._deliver()
-            if self.parts.joins_silently(optimizer, key):
+            if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
                 self._joining = key
                 if self._guard is not None:
                     self._guard.abstain(self.parts.optimizers.entries(optimizer), self.parts.registry.version)
@@ -258,7 +261,8 @@ class Sampler(Listener):
             self._joining = None
             self._clock.join(key)
             return
-        self._sample.after_update(optimizer)
+        if self.parts.probes.active:
+            self._sample.after_update(optimizer)
         self.parts.wiring.stepped(optimizer, key, self._clock.open_step)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
         if not inside_backward and current_graph_task() == -1 and self._rest.is_worth_it():
@@ -276,7 +280,7 @@ class Sampler(Listener):
                 self.parts.replay.step_skipped(optimizer)
             key = self.parts.optimizers.key(optimizer)
             self._commit(self._clock.step_begins(key))
-            if self.parts.joins_silently(optimizer, key):
+            if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
                 self._clock.join(key)
             else:
                 self._step_done(key, skipped=True, inside_backward=False)

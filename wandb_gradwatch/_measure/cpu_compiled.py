@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 import numpy as np
@@ -143,6 +143,7 @@ def _cut(tables: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
     return cut, starts_N
 
 
+@lru_cache(maxsize=8)
 def _dead_words(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uint64]:
     threshold = math.ldexp(dead_threshold, -exponent)
     return (

@@ -108,8 +108,7 @@ class ErrorBoundary:
 
 def graph_is_captured() -> bool:
     """Whether a CUDA graph is being captured: kernels launched now would be part of every replay."""
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return bool(initialized) and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def graph_is_made() -> bool:
