@@ -85,6 +85,17 @@ def test_the_rules_are_those_that_watch_takes() -> None:
     assert ours == plain
 
 
+def test_options_may_be_none_as_in_watch() -> None:
+    from torch import nn
+
+    from wandb_gradwatch.integrations._session import Session
+
+    session = Session("Ours", dict.fromkeys(("metrics", "rules", "sinks")), reserved=())
+    session.begin(nn.Linear(1, 1))
+    assert session.watcher is not None
+    session.end()
+
+
 def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
     """A layer is unused for the 100th time in the last update, whose sample stays open until the end."""
     import torch

@@ -111,7 +111,9 @@ def test_two_optimizers_of_one_sample_each_update_their_own():
 
 
 def test_copies_for_updates_are_bounded_and_gone_between_steps():
-    others = {id(one): one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)}  # of other tests
+    others = {
+        id(one): one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)
+    }  # left by other tests
     model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
     with pytest.raises(ValueError, match=r"would copy 4 MiB .* max_mib=3; match fewer"):
         watch(model, [Updates(max_mib=3)])
@@ -151,14 +153,14 @@ def test_during_a_step_there_is_one_copy_of_what_matches_and_none_of_the_rest():
     assert copies == [1003, 2003]
 
 
-def test_every_nth_sampled_step_and_steps_between_are_not_said_to_lack_a_forward(said):
+def test_every_measures_each_nth_sampled_step_and_other_steps_raise_no_warning(said):
     model = nn.Linear(1, 1)
     metrics = [Metric("x", torch.sum, every=5), Metric("z", torch.sum, on="activation", every=5)]
     found = seen(model, [*metrics, Metric("y", torch.sum)], torch.ones(12, 1, 1))
     for key in ("parameter/weight/x", "activation/root/z"):
         assert np.flatnonzero(~np.isnan(found[key])).tolist() == [4, 9]
     assert not np.isnan(found["parameter/weight/y"]).any()
-    assert said() == []  # the forwards of steps 1 to 4 are not looked at
+    assert said() == []  # no metric is due in steps 1 to 4
 
 
 def test_dims_keep_dimensions_apart():
@@ -178,7 +180,7 @@ def test_dims_keep_dimensions_apart():
 @pytest.mark.parametrize(
     ("aggregate", "expected"),
     [
-        ("mean", 2.5),  # (1 + 2 + 3 + 4) / 4: of all elements, not of the means of 1.5 and 3.5 weighed alike
+        ("mean", 2.5),  # (1 + 2 + 3 + 4) / 4: the mean of all elements, not the mean of the means 1.5 and 3.5
         ("sum", 10.0),
         ("min", 1.0),
         ("max", 4.0),
@@ -228,19 +230,19 @@ NO_MODULE = r"match='nope' matches no module; the first names are 'root', '0'"
     ("metric", "words"),
     [
         *((Metric("x", norm, on=on, match="nope"), NO_PARAMETER) for on in ("parameter", "gradient", "update")),
-        # What include leaves out matches nothing.
+        # A parameter that `include` leaves out cannot be matched.
         (Metric("x", norm, match="bias"), "match='bias' matches no parameter; the first names are '0.weight'"),
         (Metric("x", norm, on="activation", match="nope"), NO_MODULE),
         (Activations("nope"), NO_MODULE),
         (Updates("nope"), "match='nope' matches no parameter"),
     ],
 )
-def test_matching_nothing_is_said_at_watch(metric, words):
+def test_watch_rejects_a_match_that_matches_nothing(metric, words):
     with pytest.raises(ValueError, match=words):
         watch(nn.Sequential(nn.Linear(2, 2)), [metric], include="weight")
 
 
-def test_the_rules_of_the_probes_join_the_default_ones_only():
+def test_rules_of_probes_are_added_to_the_default_rules_only():
     model, alerts = nn.Sequential(nn.Linear(1, 1)), []
     for rules, expected in ((None, {"NaN gradient", "Non-finite activation"}), ([], set())):
         alerts.clear()
@@ -259,7 +261,7 @@ def test_the_rules_of_the_probes_join_the_default_ones_only():
         (lambda w: w @ w, ValueError, r"Metric\('x', on='parameter'\) does not work on 'bias' of shape \[3\]"),
     ],
 )
-def test_a_function_that_cannot_work_is_said_at_watch(fn, error, words):
+def test_watch_rejects_a_function_that_cannot_work(fn, error, words):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -285,7 +287,7 @@ def test_a_function_that_cannot_work_is_said_at_watch(fn, error, words):
         (dict(name="x", fn=norm, dims=[1]), ValueError, r"dims=\[1\] must name dimensions"),
     ],
 )
-def test_a_metric_that_makes_no_sense_is_refused(arguments, error, words):
+def test_a_metric_rejects_invalid_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
         Metric(**arguments)
 
@@ -303,12 +305,12 @@ def test_a_metric_that_makes_no_sense_is_refused(arguments, error, words):
         ),
     ],
 )
-def test_wrong_elements_of_metrics_are_named(metrics, error, words):
+def test_invalid_elements_of_metrics_are_named(metrics, error, words):
     with pytest.raises(error, match=words):
         probes_of(metrics, nn.Linear(2, 2))
 
 
-def test_a_metric_that_fails_during_training_is_dropped_alone_and_said_once(said):
+def test_a_metric_that_fails_during_training_is_dropped_alone_with_one_message(said):
     def moody(gradient):
         if (gradient == 7).any():
             raise RuntimeError("seven")
@@ -330,7 +332,7 @@ def test_a_metric_that_fails_during_training_is_dropped_alone_and_said_once(said
     assert len([text for text in said() if "Metric('broken'" in text]) == 1
 
 
-def test_a_probe_that_fails_is_dropped_alone_and_said_once(said, monkeypatch):
+def test_a_probe_that_fails_is_dropped_alone_with_one_message(said, monkeypatch):
     model, probe = Chosen(a=1), Updates()
     watcher, sink = watch(model, [probe, Metric("sum", torch.sum, on="gradient")])
 
@@ -347,7 +349,7 @@ def test_a_probe_that_fails_is_dropped_alone_and_said_once(said, monkeypatch):
     assert len([text for text in said() if "Updates() failed and is dropped; training" in text]) == 1
 
 
-def test_a_parameter_without_elements_is_not_what_a_metric_is_tried_on():
+def test_a_metric_is_tried_on_a_parameter_with_elements():
     model = Chosen(a=0, b=2)
     watcher, sink = watch(model, [Metric("largest", torch.max, on="gradient")])
     model.loss(b=[1, 3]).backward()
@@ -356,13 +358,13 @@ def test_a_parameter_without_elements_is_not_what_a_metric_is_tried_on():
 
 
 class Forgetful(ModuleProbe):
-    """A probe of a user's, whose memory cannot be asked for."""
+    """A user's probe whose state_dict() raises."""
 
     def state_dict(self):
         raise KeyError("lost")
 
 
-def test_a_metric_whose_state_raises_takes_no_other_state_with_it(said):
+def test_a_probe_whose_state_raises_loses_no_state_of_other_probes(said):
     model = Chosen(a=1)
     watcher, _ = watch(model, [Forgetful(), NoiseScale()])
     assert list(watcher.state_dict()["metrics"]) == ["NoiseScale.0"]
@@ -370,13 +372,13 @@ def test_a_metric_whose_state_raises_takes_no_other_state_with_it(said):
 
 
 class Vector(ModuleProbe):
-    """A probe of a user's, who hands over more than a number."""
+    """A user's probe that returns several numbers under one key."""
 
     def take(self):
         return {"vector": torch.arange(3.0), "after": torch.tensor(7.0)}
 
 
-def test_more_than_one_number_is_never_taken_for_the_next_keys_value(said):
+def test_several_numbers_under_one_key_never_shift_the_values_of_other_keys(said):
     model = Chosen(a=1)
     watcher, sink = watch(model, [Vector()])
     model.loss(a=[1]).backward()

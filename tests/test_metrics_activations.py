@@ -55,7 +55,7 @@ def test_every_statistic_of_known_values():
     for name, value in expected.items():
         assert found[f"activation/inner/{name}"][0] == pytest.approx(value), name
     edges = magnitude_edges()
-    for name, value in (("abs_p50", 0.5), ("abs_p99", 4.0)):  # of 0, 0, 0.5, 3, 4 the third and the fifth
+    for name, value in (("abs_p50", 0.5), ("abs_p99", 4.0)):  # the third and the fifth of 0, 0, 0.5, 3, 4
         assert found[f"activation/inner/{name}"][0] == edges[np.searchsorted(edges, value, side="right")], name
 
 
@@ -131,7 +131,7 @@ def test_evaluations_are_merged_into_the_next_sample_on_request():
         optimizer.zero_grad()
         model(torch.full((4,), float(step))).sum().backward()
         optimizer.step()
-        if step != 4:  # of step 3 and 5 the sixth sample has two evaluations
+        if step != 4:  # the sample of step 6 merges the evaluations after steps 3 and 5
             model.eval()
             with torch.no_grad():
                 model(torch.full((2,), 10.0 * step))
@@ -142,7 +142,7 @@ def test_evaluations_are_merged_into_the_next_sample_on_request():
     found = {key: of.tolist() for key, of in merged.metrics.items() if key.startswith("activation")}
     assert found["activation/inner/max"] == [3, 6]
     assert found["activation/inner.eval/max"] == [20, 50]
-    # Squares of steps 1 and 2, of 3 and 5; and four ones.
+    # Squares of the evaluations after steps 1 and 2, and after steps 3 and 5, each with four ones.
     assert found["activation/inner.eval/norm"] == pytest.approx(
         [math.sqrt(2 * 10**2 + 2 * 20**2 + 4), math.sqrt(2 * 30**2 + 2 * 50**2 + 4)]
     )
@@ -184,7 +184,7 @@ def test_checkpointing_counts_once_and_keeps_the_order_of_the_forward(use_reentr
         def __init__(self):
             super().__init__()
             self.before = nn.Linear(2, 2)
-            # Repeating a block stops at the last tensor that is needed: only the first of two layers runs again.
+            # The repetition stops at the last tensor that the backward needs: only the first of two layers runs again.
             self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
 
         def forward(self, x):
@@ -221,7 +221,7 @@ def test_a_copied_model_works_and_is_not_monitored(duplicate):
     (copied(x * 100).sum()).backward()
     train(model, [x])
     found = values(watcher, sink)
-    # The comparison above was a forward of the model's too; that of the copy, a hundred times as large, was not.
+    # The comparison above ran the model's forward too. The forward of the copy, with 100 * x, is not measured.
     assert found["activation/root/max"][0] < 10
     assert found["activation/root/count"].tolist() == [4]
 
@@ -262,7 +262,7 @@ def test_several_models_have_their_prefixes():
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_a_compiled_model_is_not_broken_and_what_is_not_seen_is_said(compiled_first, said):
+def test_a_compiled_model_keeps_its_graph_and_a_warning_says_that_its_modules_are_not_measured(compiled_first, said):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
@@ -316,7 +316,7 @@ def test_the_first_module_that_is_not_finite_is_named():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            # Defined in another order than they run.
+            # The order of the definitions differs from the order of the forward.
             self.last, self.middle, self.first = nn.Linear(2, 1), nn.Tanh(), nn.Linear(2, 2)
             self.broken = False
 
@@ -347,7 +347,7 @@ class Gated(MonitorMixin, nn.Module):
         return x * gate
 
 
-def test_modules_hand_over_tensors():
+def test_tensors_that_modules_log_are_measured_under_their_names():
     model = nn.Sequential(Gated(), nn.Linear(4, 1))
     metrics = [
         Activations(r"\.gate$|heads"),
@@ -363,16 +363,16 @@ def test_modules_hand_over_tensors():
     assert not any(key.startswith("activation/0/") for key in found)
 
 
-def test_handing_over_does_nothing_when_nobody_looks():
+def test_logging_a_tensor_does_nothing_unless_a_sampled_step_is_watched():
     class Counts:
         def __getattr__(self, name):
             raise AssertionError(f"the tensor's {name} was asked for")
 
     module = nn.Linear(2, 2)
-    log_tensor(module, "x", Counts())  # not watched
+    log_tensor(module, "x", Counts())  # The module is not watched.
     watcher, _ = watch(module, [Activations()], sample_every=2)
-    log_tensor(module, "x", Counts())  # watched, not sampled
-    log_tensor(nn.Linear(2, 2), "x", Counts())  # another model's
+    log_tensor(module, "x", Counts())  # The step is not sampled.
+    log_tensor(nn.Linear(2, 2), "x", Counts())  # Another model is watched.
     watcher.remove()
     log_tensor(module, "x", Counts())
 
@@ -381,7 +381,7 @@ def test_a_failure_in_a_forward_ends_the_probe_and_not_the_training(said):
     model = nn.Sequential(Gated())
     probe = Activations()
     watcher, sink = watch(model, [probe, Metric("n", torch.sum, on="activation", match="^0$")])
-    probe._forward_done = None  # what it calls next
+    probe._forward_done = None  # the hook raises, because None cannot be called
     probe._add = None
     train(model, [torch.ones(1, 4)] * 3)
     found = values(watcher, sink)
@@ -390,7 +390,7 @@ def test_a_failure_in_a_forward_ends_the_probe_and_not_the_training(said):
 
 
 class HandsOver(nn.Module):
-    """A plain module that hands over a tensor and an attention by the functions."""
+    """A module without MonitorMixin that logs a tensor and an attention through the functions."""
 
     def __init__(self):
         super().__init__()
@@ -411,7 +411,7 @@ class HandsOver(nn.Module):
         (metrics.Metric("size", torch.norm, on="activation", match="query"), "activation/root/query/head_0/size"),
     ],
 )
-def test_what_a_plain_module_hands_over_can_be_matched_by_its_name(metric, key):
+def test_a_tensor_that_a_module_logs_can_be_matched_by_its_own_name(metric, key):
     model = HandsOver()
     watcher, sink = watch(model, [metric])
     train(model, [torch.ones(1, 2)])
@@ -420,7 +420,7 @@ def test_what_a_plain_module_hands_over_can_be_matched_by_its_name(metric, key):
     assert {name.replace(".", "/") for name in own} == {key}
 
 
-def test_a_match_of_nothing_is_still_refused_where_nothing_is_handed_over():
+def test_a_match_of_nothing_is_rejected_if_no_module_logs_tensors():
     with pytest.raises(ValueError, match="matches no module"):
         watch(nn.Sequential(nn.Linear(1, 1)), [metrics.Activations("gate")])
 
@@ -450,7 +450,7 @@ def test_inputs_and_gradients_of_outputs_are_autograds_own_over_micro_batches(sc
     model = Wrapped()
     batches = [torch.randn(4, 3), torch.randn(6, 3)]
     grads = []
-    for batch in batches:  # by autograd itself, in float64
+    for batch in batches:  # the expected gradients: computed by autograd in float64
         double = copy.deepcopy(model).double().inner
         hidden = double.linear(batch.double())
         out = torch.relu(hidden) * 3
@@ -483,7 +483,7 @@ def test_inputs_and_gradients_of_outputs_are_autograds_own_over_micro_batches(sc
 
 
 def test_another_models_gradient_scaler_divides_nothing_here():
-    """The scaler last used is another model's; before the first step nobody knows whose it is."""
+    """The scaler that was used last belongs to another model; its owner is known only after the first step."""
     scaled, model = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     scaler, first = torch.amp.GradScaler("cpu", init_scale=1024.0), SGD(scaled.parameters(), lr=0.0)
     other, _ = watch(scaled, [])
@@ -501,7 +501,7 @@ def test_another_models_gradient_scaler_divides_nothing_here():
     assert values(watcher, sink)["activation/0.grad/norm"][1:] == pytest.approx([math.sqrt(2)] * 2)
 
 
-def test_modules_are_chosen_by_class_those_of_later_too():
+def test_modules_are_chosen_by_class_including_modules_that_are_added_later():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     watcher, sink = watch(model, [Activations(nn.Linear, statistics=["norm"])])
     assert repr(Activations(nn.Linear)) == "Activations(Linear)"

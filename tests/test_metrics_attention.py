@@ -21,30 +21,30 @@ INF = math.inf
 
 
 def entropies(query, key, **options):
-    """Mean entropy and mean ratio of each head: two [H]."""
+    """Return the mean entropy and the mean ratio of each head: two arrays [H]."""
     call = {"value": None, "mask": None, "is_causal": False, "scale": None} | options
     sums, _ = weight_sums(AttentionCall(query, key, **call))
     return (sums[:, 0] / sums[:, 1]).tolist(), (sums[:, 2] / sums[:, 3]).tolist()
 
 
 def expected_entropy(logits):
-    """Of each row, in float64, zeros skipped: [..., L]."""
+    """Return the entropy of each row in float64, without the zeros: [..., L]."""
     weights = torch.softmax(logits.double(), dim=-1)
     return -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)
 
 
 def test_equal_logits_have_the_largest_entropy():
-    zeros = torch.zeros(2, 3, 5, 4)  # all logits 0: uniform over 5 keys
+    zeros = torch.zeros(2, 3, 5, 4)  # All logits are 0, so the weights are uniform over 5 keys.
     entropy, ratio = entropies(zeros, zeros)
     assert entropy == pytest.approx([math.log(5)] * 3)
     assert ratio == pytest.approx([1.0] * 3)
-    # Causal: the query at place i has i + 1 keys; the first has no choice, so it has no ratio.
+    # Causal: the query at position i has i + 1 keys. The first query has one key, so it has no ratio.
     entropy, ratio = entropies(zeros, zeros, is_causal=True)
     assert entropy == pytest.approx([sum(math.log(n) for n in range(1, 6)) / 5] * 3)
     assert ratio == pytest.approx([1.0] * 3)
 
 
-def test_one_place_only_has_none():
+def test_attention_to_a_single_key_has_no_entropy():
     query = torch.eye(4)[None, None] * 1e3
     entropy, ratio = entropies(query, query, scale=1.0)
     assert entropy == [0.0]
@@ -52,12 +52,12 @@ def test_one_place_only_has_none():
 
 
 @pytest.mark.parametrize("kind", ["bool", "minus_inf", "dtype_min"])
-def test_masked_places_count_neither_as_weight_nor_as_choice(kind):
+def test_masked_keys_count_neither_as_weights_nor_as_possible_keys(kind):
     torch.manual_seed(0)
     query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 6, 8)
     allowed = torch.rand(2, 1, 4, 6) > 0.4
     allowed[..., 0] = True
-    allowed[0, :, 1] = False  # a query that may look nowhere counts in nothing
+    allowed[0, :, 1] = False  # A query without an allowed key is left out of every mean.
     mask = {
         "bool": allowed,
         "minus_inf": torch.zeros(allowed.shape).masked_fill(~allowed, -INF),
@@ -78,10 +78,12 @@ def test_weights_are_computed_in_parts_when_there_are_many(monkeypatch):
     query, key = torch.randn(7, 2, 4, 8), torch.randn(7, 2, 6, 8)
     mask = torch.randn(7, 1, 4, 6)
     whole = entropies(query, key, mask=mask)
-    monkeypatch.setattr("wandb_gradwatch.metrics._attention._WEIGHTS_AT_ONCE", 2 * 2 * 4 * 6)  # two of the seven
+    monkeypatch.setattr(
+        "wandb_gradwatch.metrics._attention._WEIGHTS_AT_ONCE", 2 * 2 * 4 * 6
+    )  # two of the seven items at once
     np.testing.assert_allclose(entropies(query, key, mask=mask), whole, rtol=1e-6)
     whole = entropies(query, key, is_causal=True)
-    for at_once in (2 * 6, 2 * 6 * 3, 1):  # one query of one item, three of them, and less than that
+    for at_once in (2 * 6, 2 * 6 * 3, 1):  # one query of one item, three queries, and less than one query
         monkeypatch.setattr("wandb_gradwatch.metrics._attention._WEIGHTS_AT_ONCE", at_once)
         np.testing.assert_allclose(entropies(query, key, is_causal=True), whole, rtol=1e-6)
 
@@ -101,7 +103,7 @@ def test_logits_are_those_of_torchs_own_formula(is_causal, at_once, monkeypatch)
 
 
 class Heads(MonitorMixin, nn.Module):
-    """One key of ones, and a query that W makes of ones: every logit is W times the square root of 4."""
+    """The keys are ones and the queries are W times ones, so that every logit is W times the square root of 4."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +116,7 @@ class Heads(MonitorMixin, nn.Module):
 
 
 def grown(sizes):
-    """A training in which W has these sizes, one for each step."""
+    """Train with one of these values of W in each step."""
     model = Heads()
     watcher, sink = watch(model, [Attention(statistics=["norm"])])
     optimizer = SGD(model.parameters(), lr=0.0)
@@ -125,7 +127,7 @@ def grown(sizes):
     return values(watcher, sink), list(sink.alerts)
 
 
-def test_a_query_that_grows_geometrically_crosses_the_limit_when_it_is_said():
+def test_the_predicted_crossing_of_the_limit_is_right_for_geometric_growth():
     # The logit is 2 * 1.05^step: 10, where the extrapolation begins, from step 33 on; 100 at ln(50) / ln(1.05) = 80.2.
     found, alerts = grown([1.05**step for step in range(1, 45)])
     np.testing.assert_allclose(found["attention/root/head_0/logit_max"], 2 * 1.05 ** np.arange(1, 45), rtol=1e-5)
@@ -140,7 +142,7 @@ def test_a_query_that_grows_geometrically_crosses_the_limit_when_it_is_said():
 def test_logits_that_stay_or_grow_no_further_are_no_alarm():
     wobbling = 12 + np.sin(np.arange(60))
     growing_slowly = 10 * 1.001 ** np.arange(60)
-    small = 1e-3 * 1.1 ** np.arange(60)  # to 0.6: such a rise says nothing of 100
+    small = 1e-3 * 1.1 ** np.arange(60)  # up to 0.6, which is too small to predict anything about 100
     for sizes in (wobbling, growing_slowly, small):
         assert not grown(sizes)[1]
 
@@ -185,7 +187,7 @@ def test_multihead_attention_agrees_with_the_weights_that_torch_returns(variant,
     masks = {}
     if masked:
         padding = torch.zeros(3, 5, dtype=torch.bool)
-        padding[1, 3:] = True  # True forbids
+        padding[1, 3:] = True  # True excludes a key
         masks = {"attn_mask": torch.randn(4, 5), "key_padding_mask": torch.zeros(3, 5).masked_fill(padding, -INF)}
     model = Model()
     found = seen(model, [Attention()], [inputs], optimizer=SGD(model.parameters(), lr=0.0))
@@ -216,7 +218,7 @@ def test_match_chooses_among_the_multihead_attentions_and_statistics_are_checked
         Attention(statistics="norm")
 
 
-def test_a_module_of_ones_own_hands_over_its_attention():
+def test_a_custom_module_logs_its_attention():
     torch.manual_seed(0)
     model = nn.Sequential(SelfAttention(), nn.Linear(8, 1))
     x = torch.randn(3, 5, 8)
@@ -247,7 +249,7 @@ def test_micro_batches_are_averaged_over_queries_and_autocast_takes_no_digits():
         assert merged[key][0] == pytest.approx(at_once[key][0], rel=1e-5, abs=1e-7), key
 
 
-def test_the_functions_need_no_mixin():
+def test_the_functions_work_without_the_mixin():
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -264,7 +266,7 @@ def test_the_functions_need_no_mixin():
 
 
 def collapse(history, **options):
-    """The steps at which the rule finds something: [S] ratios of two heads of one module."""
+    """Return the steps with a finding, for S pairs of entropy ratios: those of two heads of one module."""
     ratios = np.array(history, dtype=float)
     snapshot = Snapshot(
         steps=np.arange(1, len(ratios) + 1),
@@ -273,7 +275,7 @@ def collapse(history, **options):
         metrics={f"attention/block.0/head_{head}/entropy_ratio": ratios[:, head] for head in range(2)},
     )
     rule, steps = EntropyCollapse(**options), []
-    for index in range(len(snapshot)):  # as a watcher does: one sample at a time
+    for index in range(len(snapshot)):  # one sample at a time, as in a training
         steps += [alert.step for alert in rule.check(snapshot.sample(index))]
         fresh = EntropyCollapse(**options)
         fresh.load_state_dict(rule.state_dict())
@@ -281,7 +283,7 @@ def collapse(history, **options):
     return steps
 
 
-def test_entropy_collapse_is_all_heads_for_long_and_not_from_the_start():
+def test_entropy_collapse_needs_all_heads_several_samples_and_a_healthy_start():
     assert collapse([[0.9, 0.9]] + [[0.001, 0.01]] * 4, patience=3) == [4, 5]
     assert collapse([[0.9, 0.9]] + [[0.001, 0.5]] * 9, patience=3) == [], "one head may copy"
     assert collapse([[0.001, 0.001]] * 9, patience=3) == [], "it was so from the start"
@@ -298,8 +300,8 @@ def test_the_rule_comes_with_the_probe_and_names_the_module():
         train(model, [torch.randn(2, 5, 8) * (1e4 if step >= 2 else 0.1)], optimizer=optimizer)
     watcher.remove()
     assert [(alert.title, alert.step) for alert in alerts] == [
-        ("Attention logits grow", 3),  # 1e8 and more, far beyond 100
-        ("Attention entropy collapse", 7),  # the fifth low one
+        ("Attention logits grow", 3),  # the logits are 1e8 or larger
+        ("Attention entropy collapse", 7),  # the fifth sample with low entropies
     ]
     assert "above the limit of 100" in alerts[0].text
     assert "root (at most" in alerts[1].text

@@ -65,7 +65,7 @@ def test_the_terms_are_those_of_a_direct_computation_in_float64():
                 assert found.input_change[index, 1, place] == pytest.approx(rms((a - b) @ w_0.T), rel=1e-9, abs=1e-12)
                 bias = model[int(name)].bias.double()
                 assert found.output[index, 1, place] == pytest.approx(rms(a @ w_t.T + bias), rel=1e-9)
-            # The norm is linear in its weight only: (w_t - w_0) times the normalised input.
+            # A norm layer is linear in its weight only: the term is (w_t - w_0) times the normalised input.
             normal = (x.double() for x in (x_t["2"], x_0["2"]))
             normal_t, normal_0 = (
                 (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() for x in normal
@@ -141,7 +141,7 @@ def test_an_embedding_is_a_layer_too():
     assert (found.input_change == 0).all()
 
 
-def test_the_callers_random_numbers_and_modes_stay():
+def test_the_callers_random_numbers_and_training_modes_are_unchanged():
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -149,7 +149,7 @@ def test_the_callers_random_numbers_and_modes_stay():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_plot_is_a_picture_of_every_layer(tmp_path):
+def test_the_plot_has_a_line_for_every_layer(tmp_path):
     found = coordinate_check(mlp, sgd, widths=[4, 8, 16], batches=batches(2), loss=loss)
     found.plot(tmp_path / "check.svg")
     root = ElementTree.parse(tmp_path / "check.svg").getroot()
@@ -161,7 +161,7 @@ def test_the_plot_is_a_picture_of_every_layer(tmp_path):
     assert all(any(text.startswith(f"{layer}: ") for text in texts) for layer in found.layers)
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match="must hold at least two widths"):
         coordinate_check(mlp, sgd, widths=[8], batches=batches(1), loss=loss)
     with pytest.raises(ValueError, match="there are 1 batches; pass a batch per update"):

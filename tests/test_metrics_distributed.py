@@ -18,7 +18,7 @@ STEPS = 3
 DDP = ("ddp", {"steps": STEPS})
 FSDP2 = [
     ("fsdp2", {"steps": STEPS, "mesh": [2]}),
-    ("fsdp2", {"steps": STEPS, "mesh": [2, 1]}),  # replicas, which must count once
+    ("fsdp2", {"steps": STEPS, "mesh": [2, 1]}),  # replicas must count once
     ("fsdp2", {"steps": STEPS, "mesh": [2], "log_every": 3}),
 ]
 WATCHED_FIRST = ("fsdp2", {"steps": STEPS, "mesh": [2], "watch_first": True})
@@ -46,7 +46,7 @@ def result_of(call):
 
 
 def check(found, truth, *, first=0):
-    """Every number of the truth that begins with one of these is there, and right."""
+    """Compare all expected numbers whose keys begin with one of these texts."""
     for key, values in truth.items():
         # Differences of float32 parameters that have moved by a thousandth of their size keep four digits.
         np.testing.assert_allclose(found[key][first:], values[first:], rtol=2e-3, atol=1e-7, err_msg=key)
@@ -76,11 +76,13 @@ def test_fsdp2_distances_are_those_of_the_whole(call):
     check(main["metrics"], expected(2, STEPS))
     assert other["num_snapshots"] == main["num_snapshots"]
     for key in families(main["metrics"], "update/", "parameter/"):
-        np.testing.assert_array_equal(other["metrics"][key][-1], main["metrics"][key][-1])  # merged, so alike
+        np.testing.assert_array_equal(
+            other["metrics"][key][-1], main["metrics"][key][-1]
+        )  # merged numbers are equal on all ranks
 
 
 @pytest.mark.parametrize("call", FSDP2, ids=str)
-def test_fsdp2_functions_of_ones_own_are_left_out_of_shards_and_that_is_said_once_each(call):
+def test_fsdp2_users_functions_skip_shards_with_one_message_each(call):
     for result in result_of(call):
         assert not [key for key in result["metrics"] if key.startswith(("parameter/", "gradient/", "update/"))
                     and key.endswith(("/own", "/largest"))]  # fmt: skip
@@ -91,7 +93,7 @@ def test_fsdp2_functions_of_ones_own_are_left_out_of_shards_and_that_is_said_onc
         assert len(result["said"]) == 2
 
 
-def test_fsdp2_watched_before_it_is_sharded():
+def test_fsdp2_a_model_may_be_watched_before_it_is_sharded():
     # The first sample began before the parameters were replaced.
     main, _ = result_of(WATCHED_FIRST)
     check(main["metrics"], expected(2, STEPS), first=1)
@@ -112,7 +114,7 @@ def test_fsdp1_updates_are_those_of_the_whole(call):
     check(main["metrics"], truth)
     assert not families(main["metrics"], "parameter/")
     assert [text for text in left_out(main) if "distances to a reference are left out" in text]
-    assert len(left_out(main)) == len(main["said"]) == 2  # that, and the metrics
+    assert len(left_out(main)) == len(main["said"]) == 2  # one message for this probe and one for the function metrics
 
 
 @pytest.mark.parametrize("call", TENSOR_PARALLEL, ids=str)
@@ -125,7 +127,7 @@ def test_tensor_parallel_distances_are_those_of_the_whole(call):
     assert "parameter/0.weight/own" not in main["metrics"]
 
 
-def test_what_flows_through_sharded_modules_is_as_on_one_process():
+def test_activations_of_sharded_modules_equal_those_of_one_process():
     alone = forwards(0, 1, sharded=False, steps=STEPS)
     assert {"attention/attention/head_1/logit_max", "router/gate/entropy_ratio", "activation/gate/grad/norm"} <= set(
         key.replace(".grad", "/grad") for key in alone
@@ -140,10 +142,10 @@ def test_what_flows_through_sharded_modules_is_as_on_one_process():
 def test_the_histograms_of_parameters_are_those_of_the_whole(call):
     main, other = result_of(call)
     assert len(main["found"]) == STEPS
-    assert len(other["found"]) == STEPS  # a sink of its own was given to every rank
+    assert len(other["found"]) == STEPS  # every rank was given its own sink
     last = main["found"][-1]
     assert {f"parameters/{name}" for name in main["whole"]} == set(last)
-    for name, values in main["whole"].items():  # as torch itself gathers them after the last update
+    for name, values in main["whole"].items():  # as torch gathers them after the last update
         histogram = last[f"parameters/{name}"]
         assert histogram.counts.tolist() == np.bincount(bins_of(values.ravel()), minlength=NUM_BINS).tolist()
         assert (histogram.low, histogram.high) == (values.min(), values.max())

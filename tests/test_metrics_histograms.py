@@ -24,7 +24,7 @@ KEY = "activation/inner/histogram"
 
 
 def pictured(*batches: Any, **options: Any) -> list[Any]:
-    """The histogram of every flushed window, None where there is none."""
+    """Return the histogram of each flushed window; None for a window without one."""
     model = Passes()
     watcher, sink = watch(model, [Activations("inner")], **options)
     train(model, [torch.as_tensor(batch, dtype=torch.float32) for batch in batches], optimizer=SGD([model.gain], lr=0))
@@ -36,7 +36,7 @@ def counts(*values: float) -> list[int]:
     return np.bincount(bins_of(np.array(values)), minlength=NUM_BINS).tolist()
 
 
-def test_it_counts_the_finite_elements_in_the_fixed_bins_and_knows_their_extremes():
+def test_a_histogram_counts_finite_elements_in_the_fixed_bins_and_has_their_extremes():
     [histogram] = pictured([3.0, -4.0, 0.0, 0.5, math.nan, math.inf, -math.inf, 0.0])
     assert histogram.counts.tolist() == counts(3.0, -4.0, 0.0, 0.5, 0.0)
     assert (histogram.low, histogram.high) == (-4, 3)
@@ -57,13 +57,13 @@ def test_micro_batches_are_counted_together():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # Of every row the last sample; where the window is flushed early, by remove() at 7, its first.
+        # Each row has the histogram of its last sample; remove() flushes the window that begins with step 7.
         ({}, [[4.0], [5.0]]),
         ({"histogram_every": 2}, [[2.0, 4.0], [6.0]]),
         ({"histogram_every": 0}, [None, None]),
     ],
 )
-def test_it_is_taken_at_the_steps_that_have_histograms_of_gradients(options, expected):
+def test_histograms_are_taken_at_the_steps_that_have_histograms_of_gradients(options, expected):
     batches = [[float(step)] for step in range(1, 8)]
     found = pictured(*batches, log_every=4, **options)
     assert [None if h is None else h.counts.tolist() for h in found] == [
@@ -71,7 +71,7 @@ def test_it_is_taken_at_the_steps_that_have_histograms_of_gradients(options, exp
     ]
 
 
-def test_no_more_than_one_of_each_module_waits_for_the_flush():
+def test_at_most_one_histogram_of_each_module_is_kept_until_the_flush():
     model = Passes()
     watcher, sink = watch(model, [Activations("inner")], log_every=100, histogram_every=1)
     train(model, [torch.ones(3)] * 20, optimizer=SGD([model.gain], lr=0))
@@ -81,7 +81,7 @@ def test_no_more_than_one_of_each_module_waits_for_the_flush():
     assert sink.merged().metric_histograms[KEY].counts.sum() == 60
 
 
-def test_an_epoch_out_of_windows_has_the_sum():
+def test_merged_windows_have_the_sum_of_their_histograms():
     model = Passes()
     watcher, sink = watch(model, [Activations("inner")])
     train(model, [torch.tensor([1.0]), torch.tensor([8.0, -8.0])], optimizer=SGD([model.gain], lr=0))
@@ -94,9 +94,9 @@ def test_an_epoch_out_of_windows_has_the_sum():
     assert first.merge(second).histograms[KEY].counts.tolist() == merged.counts.tolist()
 
 
-def test_a_forward_that_was_measured_without_one_leaves_none_rather_than_half_of_one():
+def test_a_sample_with_one_forward_measured_without_a_histogram_has_no_histogram():
     rows = RowTally(["norm", "histogram"])
-    rows.measure({"a": torch.tensor([3.0])})  # while the sample before was still open, and not due
+    rows.measure({"a": torch.tensor([3.0])})  # the previous sample was still open, and had no histogram
     rows.settle()
     rows.measures_histograms = rows.reads_histograms = True
     rows.measure({"a": torch.tensor([4.0]), "b": torch.tensor([1.0])})
@@ -106,7 +106,7 @@ def test_a_forward_that_was_measured_without_one_leaves_none_rather_than_half_of
     assert set(found) == {("a", "norm"), ("b", "norm"), ("b", "histogram")}
 
 
-def test_it_survives_a_checkpoint_of_the_watcher():
+def test_histograms_survive_a_checkpoint_of_the_watcher():
     def watched(state=None):
         model = Passes()
         watcher, sink = watch(model, [Activations("inner")], log_every=100, histogram_every=1)
@@ -123,7 +123,7 @@ def test_it_survives_a_checkpoint_of_the_watcher():
     assert sink.merged().metric_histograms[KEY].counts.tolist() == counts(1.0, 1.0, 1.0, 1.0)
 
 
-def test_the_picture_is_that_of_gradients():
+def test_the_wandb_histogram_has_the_bins_of_gradient_histograms():
     drawn = Rebinner().draw({KEY: MetricHistogram(np.array(counts(0.5, -0.75, 0.1, 0.0)), -0.75, 0.5)})
     picture_counts, edges = drawn[KEY]
     assert sum(picture_counts) == 4
@@ -131,7 +131,7 @@ def test_the_picture_is_that_of_gradients():
     assert Rebinner().draw({KEY: MetricHistogram(np.zeros(NUM_BINS, dtype=int), np.inf, -np.inf)}) == {}
 
 
-def test_in_the_run_it_is_a_histogram_with_even_edges_and_not_in_the_summary(start_run, loopback):
+def test_in_the_run_a_histogram_has_even_edges_and_is_not_in_the_summary(start_run, loopback):
     run = start_run(server=loopback)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     watcher, _ = watch(model, [Activations(r"^1$")], run=run, sinks=[], rules=[])
@@ -166,7 +166,7 @@ def test_a_sink_without_histograms_draws_none(offline_run):
     assert not any("histogram" in key for row in rows for key in row)
 
 
-def test_nothing_of_it_depends_on_the_default_device():
+def test_histograms_do_not_depend_on_the_default_device():
     model = Passes()
     watcher, sink = watch(model, [Activations("inner", statistics=["abs_p50", "histogram"])])
     torch.set_default_device("meta")

@@ -30,7 +30,7 @@ from wandb_gradwatch.metrics._rows import HISTOGRAM, QUANTILES, STATISTICS
 
 
 class Questions(TorchDispatchMode):
-    """Notes what makes the host wait: a number read, or a shape that depends on data."""
+    """Records the operations that make the host wait: reading a number, or a shape that depends on data."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 
@@ -62,15 +62,17 @@ class Model(nn.Module):
 
 
 def questions(metrics_of, monkeypatch):
-    """What is asked during the steps of a watched training, flushes left out."""
-    # The backend for any device; the CPU's own may look at numbers as it likes.
+    """Return the operations that make the host wait during the steps of a watched training, without its flushes."""
+    # Use the backend for any device: the CPU's own backend may read numbers, which costs nothing there.
     monkeypatch.setattr("wandb_gradwatch.metrics._rows.measure", partial(measure, backend="torch"))
     monkeypatch.setattr(
         "wandb_gradwatch.metrics._distances.sum_sq", lambda tensors: measure_received(tensors, backend="torch")[:, 0]
     )
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # the others read the number of the step
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.1, fused=True
+    )  # the other implementations read the number of the step
     watcher, _ = watch(model, metrics_of(model), log_every=1000, backend="torch", rules=[])
     asked = Questions()
     with asked:
@@ -133,6 +135,6 @@ def test_comparing_ranks_does_not_make_the_host_wait(make: Any, monkeypatch: pyt
     assert asked.asked == []
 
 
-def test_a_question_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorder_notices_an_operation_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     asking = [Metric("x", lambda w: w * float(w.sum()))]
     assert "_local_scalar_dense" in questions(lambda model: asking, monkeypatch).asked

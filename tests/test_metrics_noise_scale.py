@@ -18,7 +18,7 @@ from wandb_gradwatch.metrics import NoiseScale
 
 
 def measured(gradients: Any, **options: Any) -> dict[str, Any]:
-    """The metrics of steps whose micro-batches have these gradients: {name: [S, N, E]}; each loss divided by N."""
+    """Return the metrics of a training with these gradients of micro-batches: {name: [S, N, E]}."""
     num_steps, num_micros, _ = next(iter(gradients.values())).shape
     model = Chosen(**{name: of.shape[2] for name, of in gradients.items()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -83,7 +83,7 @@ def test_a_gradient_that_is_all_noise_has_no_interval() -> None:
     assert "noise_scale/total/noise_scale_high" not in found
 
 
-def test_single_backwards_are_left_out_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_with_a_single_backward_are_left_out_with_one_message(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
         found = measured({"a": np.ones((3, 1, 2))})
     assert found == {}
@@ -98,12 +98,12 @@ def test_single_backwards_are_left_out_and_that_is_said_once(caplog: pytest.LogC
         (lambda: NoiseScale("x"), "matches no parameter"),
     ],
 )
-def test_what_makes_no_sense_is_said_at_once(make: Any, match: str) -> None:
+def test_invalid_arguments_are_rejected(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         watch(nn.Linear(1, 1), [make()])
 
 
-def test_a_resumed_training_goes_on_with_the_window_of_the_estimate() -> None:
+def test_a_resumed_training_continues_the_window_of_the_estimate() -> None:
     gradients = np.random.default_rng(3).standard_normal((6, 2, 9)) + 1
     model = Chosen(a=9)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

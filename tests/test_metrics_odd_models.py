@@ -47,7 +47,7 @@ class Output:
 
 
 class Makes(nn.Module):
-    """Puts out something odd on the side of an ordinary training."""
+    """Returns an unusual output from one module during an ordinary training."""
 
     def __init__(self, make) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Odd(nn.Module):
 
 
 class Ragged(nn.Module):
-    """Not of torch's kinds: it raises when it is looked into."""
+    """An output of an unknown class, which raises if an attribute is read."""
 
     def __iter__(self):
         raise AssertionError("looked into")
@@ -96,7 +96,7 @@ class Ragged(nn.Module):
         (lambda x: (None, (), {}, x), ["odd.output_3"]),
     ],
 )
-def test_an_odd_output_fails_nothing_and_what_is_a_tensor_in_it_is_seen(make, names, said):
+def test_an_unusual_output_causes_no_error_and_its_tensors_are_measured(make, names, said):
     model = Makes(make)
     found = seen(model, everything(model), [torch.tensor([3.0, 4.0])] * 2, optimizer=SGD([model.gain], lr=0.0))
     odd = {key.split("/")[1] for key in found if key.startswith("activation/odd")}
@@ -124,7 +124,7 @@ def test_a_module_that_is_called_twice_counts_twice_under_its_first_name():
 
 
 class Fails(nn.Module):
-    """Raises in its second forward, after its first layer has put out something."""
+    """Raises in its second forward, after the forward of its first layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class Fails(nn.Module):
 def test_a_forward_that_raises_adds_nothing(retry):
     model = Fails()
     metrics = [COUNT, Activations(), Reference(model, activations="inner")]
-    # A function of all values keeps them: what was kept must go back too.
+    # A user's aggregate keeps all values, so the values of the failed forward must be dropped too.
     metrics.append(Metric("number", torch.ones_like, on="activation", aggregate=lambda values: values.sum()))
     watcher, sink = watch(model, metrics)
     optimizer = SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        for _ in range(2):  # micro-batches; the second one fails at first
+        for _ in range(2):  # micro-batches; the first attempt at the second one fails
             try:
                 model(torch.ones(1, 2)).sum().backward()
             except torch.OutOfMemoryError:
@@ -197,15 +197,15 @@ def test_a_module_that_moves_gets_its_new_name():
     watcher, sink = watch(model, [COUNT])
     optimizer = SGD(model.parameters(), lr=0.1)
     train(model, [torch.ones(1, 2)], optimizer=optimizer)
-    del model[0]  # the second is now called 0
+    del model[0]  # the second module is now called 0
     train(model, [torch.ones(1, 2)] * 2, optimizer=optimizer)
     found = values(watcher, sink)
-    # A sample that had begun keeps the names that it began with.
+    # A sample that has begun keeps its names.
     assert [not math.isnan(value) for value in found["activation/1/count"]] == [True, True, False]
     assert [not math.isnan(value) for value in found["activation/0/count"]] == [True, False, True]
 
 
-def test_a_module_that_is_taken_out_keeps_no_hook():
+def test_a_module_that_is_removed_keeps_no_hook():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     watcher, _ = watch(model, [Activations()])
     taken = model[0]
@@ -215,7 +215,7 @@ def test_a_module_that_is_taken_out_keeps_no_hook():
     watcher.remove()
 
 
-def test_blocks_that_are_compiled_each_show_their_output_and_no_graph_breaks():
+def test_outputs_of_compiled_blocks_are_measured_without_a_graph_break():
     torch._dynamo.reset()
     graphs = []
 
@@ -241,14 +241,14 @@ def test_an_evaluation_between_micro_batches_is_not_counted():
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
             model.eval()
-            model(torch.ones(50, 2))  # with gradients enabled, as careless code does
+            model(torch.ones(50, 2))  # without torch.no_grad(), as some evaluations run
             model.train()
         optimizer.step()
     assert values(watcher, sink)["activation/0/count"].tolist() == [4, 4]
 
 
 class Hands(MonitorMixin, nn.Module):
-    """Hands over what is no tensor of numbers."""
+    """Logs a boolean tensor, an empty tensor and an ordinary one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Hands(MonitorMixin, nn.Module):
         return self.linear(x)
 
 
-def test_what_is_handed_over_is_looked_at_as_outputs_are(said):
+def test_logged_tensors_are_filtered_as_outputs_are(said):
     model = Hands()
     found = seen(model, [Activations(), Metric("own", lambda t: t.max(), on="activation")], [torch.tensor([3.0, 4.0])])
     assert {key.split("/")[1] for key in found} == {"root", "root.good", "linear"}
@@ -269,6 +269,7 @@ def test_what_is_handed_over_is_looked_at_as_outputs_are(said):
     assert said() == []
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no vmap of this attention
 @pytest.mark.parametrize(
     ("module", "metric", "odd"),
     [
@@ -307,7 +308,7 @@ def test_a_call_without_elements_or_under_vmap_adds_nothing_and_drops_no_probe(m
         (lambda m: [Reference(m, functions={"own": torch.dot}), Metric("own", torch.sum)], "parameter/<name>/own"),
     ],
 )
-def test_two_probes_that_would_log_under_one_key_are_refused(metrics, words):
+def test_two_probes_that_would_log_under_one_key_are_rejected(metrics, words):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=f"{words}.*give one of them another name"):
         watch(model, metrics(model))
@@ -318,7 +319,7 @@ def test_a_function_of_differences_cannot_take_their_name():
         Reference(nn.Linear(2, 2), functions={"difference": torch.dot})
 
 
-def test_the_same_statistics_of_other_modules_are_welcome():
+def test_two_probes_may_measure_the_same_statistics_of_different_modules():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     watcher, sink = watch(model, [Activations("0"), Activations("1", dead_threshold=0.1), Updates("weight")])
     train(model, [torch.ones(1, 2)])
@@ -326,7 +327,7 @@ def test_the_same_statistics_of_other_modules_are_welcome():
 
 
 def test_a_complex_parameter_has_the_numbers_of_its_real_and_imaginary_parts():
-    """Adam sees it so too."""
+    """Adam treats complex parameters in the same way."""
 
     def numbers(dtype):
         start = torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float64)

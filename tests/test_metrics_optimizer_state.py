@@ -18,7 +18,7 @@ KEY = "optimizer_state/a"
 
 
 def of_adam(gradients: np.ndarray, *, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> dict[str, list[float]]:
-    """What the docstring says, in float64, of every step's gradient: [S, E]."""
+    """Compute the numbers of the docstring in float64, for the gradients of all steps: [S, E]."""
     m, v, found = np.zeros(gradients.shape[1]), np.zeros(gradients.shape[1]), []
     for t, g in enumerate(gradients, 1):
         known = v / (1 - betas[1] ** (t - 1)) if t > 1 else np.full_like(v, np.nan)
@@ -36,7 +36,7 @@ def of_adam(gradients: np.ndarray, *, eps: float, betas: tuple[float, float] = (
 
 
 def measured(make: Any, gradients: np.ndarray, *, scale: float | None = None) -> tuple[dict[str, Any], nn.Module]:
-    """The metrics of a training that is given these gradients: [S, E]."""
+    """Return the metrics of a training with these gradients: [S, E]."""
     model = Chosen(a=gradients.shape[1])
     optimizer = make(model.parameters())
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
@@ -84,7 +84,7 @@ def test_sgds_numbers_are_those_of_its_momentum(nesterov: bool) -> None:
     assert np.isnan(found[f"{KEY}/coherence"]).all()
 
 
-def test_others_say_what_they_have() -> None:
+def test_other_optimizers_have_the_norms_of_their_state() -> None:
     found, _ = measured(lambda p: torch.optim.Adagrad(p, lr=0.1), GRADIENTS)
     np.testing.assert_allclose(
         found[f"{KEY}/sum_norm"], np.linalg.norm(np.cumsum(GRADIENTS**2, axis=0), axis=1), rtol=1e-5
@@ -96,7 +96,7 @@ def test_others_say_what_they_have() -> None:
 
 
 def at_steady_state(moment: float, second: float, gradients: list[list[float]], sample_every: Any = 1) -> Any:
-    """Go on from moments that have long been what they are: no bias is left to correct."""
+    """Continue from moments after so many steps that their bias correction is 1."""
     model = Chosen(a=len(gradients[0]))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     state = {"step": torch.tensor(1e6), "exp_avg": torch.full_like(model.a, moment)}
@@ -124,14 +124,14 @@ def test_k_aligned_steps_make_an_update_of_1_minus_0_9_to_the_k() -> None:
     np.testing.assert_allclose(found[f"{KEY}/stale_ratio"], 1.0, rtol=1e-5)
 
 
-def test_after_2000_quiet_steps_the_first_loud_gradient_is_2_72_times_what_is_remembered() -> None:
+def test_after_2000_zero_gradients_the_stale_ratio_of_the_next_is_2_72() -> None:
     """v decays to 0.999^2000, so that a gradient of 1 is 0.999^-1000 = 2.7196 times sqrt(v)."""
     only_loud = at_steady_state(0.0, 1.0, [[0.0]] * 2000 + [[1.0]], sample_every=lambda step: int(step > 2000))
     assert only_loud[f"{KEY}/stale_ratio"].tolist() == pytest.approx([0.999**-1000], rel=1e-3)
 
 
 def test_the_first_gradient_of_an_element_is_not_out_of_date() -> None:
-    """A rare token's row of an embedding: sqrt(mean(1, 0)), where eps as its memory would say 7e7."""
+    """A rare token's row of an embedding: the ratio is sqrt(mean(1, 0)); division by eps would give 7e7."""
     found, _ = measured(lambda p: torch.optim.Adam(p, lr=0.0), np.array([[1.0, 0.0], [1.0, 1.0]]))
     assert found[f"{KEY}/stale_ratio"][1] == pytest.approx(math.sqrt(0.5))
 
@@ -146,12 +146,14 @@ def trained(gradients: np.ndarray) -> Any:
     return sink
 
 
-def test_a_gradient_that_comes_back_is_told_at_its_own_step_and_noise_is_not() -> None:
+def test_a_gradient_that_comes_back_raises_an_alert_at_its_own_step_and_noise_raises_none() -> None:
     # v is at 1 with 120 loud steps, and 1e-4 of that is left of a hundred quiet gradients: 1 / sqrt(0.50) = 1.4 at
     # beta2 = 0.999; at the 5 times as large gradient of step 221 the ratio is 7.
     noise = np.random.default_rng(2).standard_normal((230, 30))
     assert not trained(noise).alerts
-    assert not trained(noise[:, :1]).alerts  # of a scalar: 2 % of Gaussian noise is above 2.3 deviations
+    assert not trained(
+        noise[:, :1]
+    ).alerts  # a scalar parameter: 2 % of Gaussian noise is above 2.3 standard deviations
     noise[120:220] *= 0.01
     noise[220] *= 5
     [alert] = trained(noise).alerts
@@ -160,16 +162,16 @@ def test_a_gradient_that_comes_back_is_told_at_its_own_step_and_noise_is_not() -
     assert "a (" in alert.text
 
 
-def test_what_the_rule_remembers_goes_on() -> None:
+def test_the_rule_continues_from_its_saved_state() -> None:
     rule, other = OutgrownUpdate(), OutgrownUpdate()
     noise = np.random.default_rng(2).standard_normal((20, 4))
     list(rule.check(trained(noise).merged()))
     other.load_state_dict(rule.state_dict())
     assert other.state_dict() == rule.state_dict()
-    assert len(other.state_dict()["_past"]["a"]) == 19  # none at the first step
+    assert len(other.state_dict()["_past"]["a"]) == 19  # the first step has no ratio
 
 
-def test_a_match_that_matches_nothing_is_said_at_once() -> None:
+def test_watch_rejects_a_match_that_matches_nothing() -> None:
     with pytest.raises(ValueError, match=r"OptimizerState\(\) with match='x' matches no parameter"):
         watch(nn.Linear(1, 1), [OptimizerState("x")])
 

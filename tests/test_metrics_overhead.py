@@ -14,7 +14,7 @@ from wandb_gradwatch.sinks import MemorySink
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """A clock that advances only when a test advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -59,12 +59,12 @@ def ratios(metrics, clock, model=None, **options):
 
 
 def test_a_metric_of_activations_is_counted(clock):
-    # Two seconds in the hook, six of the model's own.
+    # Two seconds in the hook, and six in the model's own forward.
     on_activation = lambda model: [Metric("x", clock.passes(2), on="activation", match="linear")]  # noqa: E731
     assert ratios(on_activation, clock) == [0.25, 0.25]
 
 
-def test_the_watcher_tells_what_each_metric_takes(clock):
+def test_the_watcher_reports_the_seconds_of_each_metric(clock):
     model = Slow(clock)
     metrics = [
         Metric("forward", clock.passes(2), on="activation", match="linear"),
@@ -106,14 +106,14 @@ def test_what_a_sink_takes_in_the_users_own_calls_is_counted(clock, monkeypatch)
     model = Slow(clock)
     watcher, sink = watch(model, [])
     train(model, [torch.ones(1, 2)])
-    clock.now += 2.0  # a row finds its place while the user logs
+    clock.now += 2.0  # the sink works while the user logs
     owed.append(2.0)
     train(model, [torch.ones(1, 2)])
     watcher.remove()
     assert [snapshot.overhead_ratio for snapshot in sink.snapshots] == pytest.approx([0.0, 2 / 14])
 
 
-def test_without_probes_nothing_is(clock):
+def test_without_probes_no_forward_is_counted(clock):
     assert ratios(lambda model: [], clock) == [0.0, 0.0]
 
 
@@ -123,5 +123,5 @@ def test_max_overhead_thins_samples_whose_cost_is_in_the_forward(clock):
     watcher, sink = watch(model, metrics, sample_every=None, max_overhead=0.1)
     train(model, [torch.ones(1, 2)] * 400)
     watcher.remove()
-    # Six seconds a sample and six a step. Of 400 steps' 2,400 seconds a tenth may be spent: 40 samples.
+    # A sample takes six seconds, and so does a step. A tenth of the 2,400 seconds of 400 steps pays for 40 samples.
     assert 32 <= len(sink.merged()) <= 40

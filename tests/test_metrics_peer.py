@@ -28,7 +28,7 @@ DIM, HEADS = 16, 2
 
 
 class SelfAttention(MonitorMixin, nn.Module):
-    """Hands its attention to both monitors."""
+    """Logs its attention to both monitors."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_the_same_numbers_on_a_small_transformer_in_one_run():
 
 
 def translated(key: str) -> str:
-    """What a key of theirs is called here."""
+    """Convert a key of torch-module-monitor to ours."""
     family, name, *rest = key.split("/")
     metric, name = rest[-1] if rest else "", name.replace("[root module]", "root")
     if family == "attention_entropy":  # attention_entropy/attention.head_0
@@ -164,7 +164,7 @@ def test_the_same_refined_coordinate_check():
             frozen(batches[-1])
             model(batches[-1])
         check.refined_coordinate_check()
-        logged = monitor.storage.log_dict[3]  # before it is averaged: the norm of each position
+        logged = monitor.storage.log_dict[3]  # the norm of each position, before averaging
         for place, layer in enumerate(ours.layers):
             features = model[int(layer)].out_features
             for quantity, words in (("weight_change", "(W_t-W_0)x_t"), ("input_change", "W_0(x_t-x_0)")):
@@ -173,7 +173,7 @@ def test_the_same_refined_coordinate_check():
                 assert getattr(ours, quantity)[index, -1, place] == pytest.approx(size, rel=2e-4, abs=1e-7)
 
 
-def test_a_pattern_without_a_match_breaks_its_training_and_is_said_before_ours():
+def test_a_pattern_without_a_match_breaks_its_training_and_is_rejected_by_our_watch():
     model = nn.Linear(2, 2)
     monitor = peer_monitor(model)
     monitor.add_gradient_metric("x", torch.mean, "nope")
@@ -232,7 +232,7 @@ def test_its_entropy_is_that_of_dropped_out_weights_and_ours_that_of_the_softmax
     torch.manual_seed(0)
     model = nn.Sequential(SelfAttention(dropout=0.5))
     with torch.no_grad():
-        model[0].qkv.weight[: 2 * DIM].zero_()  # equal logits: uniform over the places so far
+        model[0].qkv.weight[: 2 * DIM].zero_()  # equal logits: uniform weights over all positions up to the query's
         model[0].qkv.bias[: 2 * DIM].zero_()
     monitor = peer_monitor(model)
     model[0].peer = monitor

@@ -35,7 +35,7 @@ def build() -> nn.Module:
 
 @functools.cache
 def theirs(decay: float) -> Series:
-    """AdamW in float64, and of every step what they log, under their keys."""
+    """Run AdamW in float64, and return the numbers that Composer and Levanter log at every step, under their keys."""
     model = build().double()
     found: dict[str, list[float]] = {}
     m = {name: np.zeros(p.shape) for name, p in model.named_parameters()}
@@ -62,7 +62,7 @@ def theirs(decay: float) -> Series:
             log(f"l2_norm/param/{name}", np.linalg.norm(after))
             log(
                 f"l2_norm/update/{name}", np.linalg.norm(LR * direction - LR * decay * after)
-            )  # their sign of the decay
+            )  # with their sign of the weight decay
             log(f"grad/norm/{name}", norms[-1])
             log(f"params/norm/{name}", np.linalg.norm(before))
             log(f"updates/norm/{name}", np.linalg.norm(after - before))
@@ -78,7 +78,7 @@ def theirs(decay: float) -> Series:
 
 @functools.cache
 def ours(decay: float) -> Series:
-    """The same training watched: what stands under our names for each of their keys."""
+    """Watch the same training, and return our number for each of their keys."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=decay)
     watcher, sink = watch(model, [Updates(), OptimizerState()])
@@ -98,7 +98,9 @@ def ours(decay: float) -> Series:
         found |= {
             f"l2_norm/grad/{name}": merged.grad_norm_clipped[:, place],
             f"l2_norm/moment/{name}": state["exp_avg_norm"],
-            f"l2_norm/param/{name}": np.append(merged.param_norm[1:, place], np.nan),  # theirs is after the update
+            f"l2_norm/param/{name}": np.append(
+                merged.param_norm[1:, place], np.nan
+            ),  # their number is taken after the update
             f"l2_norm/update/{name}": merged.metrics[f"update/{name}/norm"],
             f"grad/norm/{name}": merged.grad_norm[:, place],
             f"params/norm/{name}": merged.param_norm[:, place],
@@ -127,7 +129,7 @@ def test_every_number_of_composer_and_levanter_is_there_and_the_same(decay: floa
 
 
 def test_composers_update_with_weight_decay_is_another_than_what_the_parameter_moved() -> None:
-    """It subtracts the decay from the step, which both move the parameter the same way; ours is the movement."""
+    """Composer subtracts the decay from the step, although both move the parameter alike. Ours is the movement."""
     key = "l2_norm/update/0.weight"
     moved = theirs(0.1)["updates/norm/0.weight"]
     np.testing.assert_allclose(ours(0.1)[key], moved, rtol=5e-4)

@@ -49,7 +49,7 @@ def results(call: Any) -> list[Any]:
 
 
 def alerts(call: Any, title: str) -> list[tuple[int, str]]:
-    """On every rank the same."""
+    """Return the step and text of the alerts with this title, which must be equal on all ranks."""
     [first, *others] = [[alert[1:] for alert in result["alerts"] if alert[0] == title] for result in results(call)]
     assert all(other == first for other in others)
     return first
@@ -58,7 +58,7 @@ def alerts(call: Any, title: str) -> list[tuple[int, str]]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("call", [HEALTHY, FAULTY, *MICROS, *OPTIONS, BY_HAND], ids=str)
 def test_local_norms_and_losses_are_each_ranks_own(call: Any) -> None:
-    # Of a step of several backwards the first of all is not known: nothing was copied there.
+    # The first step of several backwards is left out, because nothing was copied in it.
     first = int(call[1].get("micros", 1) > 1)
     for result in results(call):
         for rank, other in enumerate(results(call)):
@@ -71,7 +71,7 @@ def test_local_norms_and_losses_are_each_ranks_own(call: Any) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("call", [HEALTHY, *MICROS], ids=str)
-def test_what_all_ranks_have_alike_is_counted_once(call: Any) -> None:
+def test_values_that_are_equal_on_all_ranks_are_counted_once(call: Any) -> None:
     averaged = np.linalg.norm(np.mean([result["own"] for result in results(call)], axis=0), axis=1)
     for result in results(call):
         np.testing.assert_allclose(result["norm"], averaged, rtol=1e-5)
@@ -86,7 +86,9 @@ def test_the_extremes_and_the_median_have_their_ranks() -> None:
     norms = np.stack([metrics[f"ranks/rank_{rank}/local_norm"] for rank in range(4)], axis=1)
     assert (metrics["ranks/highest/local_norm_rank"] == norms.argmax(axis=1)).all()
     assert (metrics["ranks/lowest/local_norm"] == norms.min(axis=1)).all()
-    assert (metrics["ranks/median/local_norm"] == np.sort(norms, axis=1)[:, 1]).all()  # the lower of the two
+    assert (
+        metrics["ranks/median/local_norm"] == np.sort(norms, axis=1)[:, 1]
+    ).all()  # the lower of the two middle values
 
 
 @pytest.mark.distributed
@@ -131,7 +133,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_only_names_it() -> None:
 
 
 @pytest.mark.distributed
-def test_of_shards_there_is_a_loss_and_no_gradient_of_ones_own() -> None:
+def test_ranks_with_shards_have_a_loss_and_no_gradient_of_their_own() -> None:
     for result in results(SHARDED):
         names = {key.split("/", 2)[2] for key in result["metrics"] if key.startswith("ranks/rank_")}
         assert names == {"loss"}
@@ -139,8 +141,8 @@ def test_of_shards_there_is_a_loss_and_no_gradient_of_ones_own() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("call", "apart"), list(zip(REPLICATED, [0, 2], strict=True)), ids=["healthy", "flipped"])
-def test_of_shards_that_lie_on_several_ranks_the_replicas_are_compared(call: Any, apart: int) -> None:
-    # Ranks 0 and 2 hold the first half, 1 and 3 the second; of two nobody knows which is right.
+def test_replicas_of_a_shard_are_compared(call: Any, apart: int) -> None:
+    # Ranks 0 and 2 hold the first half, ranks 1 and 3 the second. If two replicas differ, either may be wrong.
     for result in results(call):
         assert result["metrics"]["ranks/all/apart"][::2].tolist() == [0, 0, apart, apart]
         assert result["metrics"]["ranks/rank_2/apart"][-2] == result["metrics"]["ranks/rank_0/apart"][-2] == apart / 2
@@ -168,7 +170,7 @@ def test_the_noise_scale_of_ranks_is_that_of_the_definition(call: Any) -> None:
 
 
 @pytest.mark.distributed
-def test_gradients_that_are_averaged_after_the_backward_have_no_noise_scale_and_that_is_said() -> None:
+def test_gradients_averaged_after_the_backward_have_no_noise_scale_and_a_message_says_so() -> None:
     for result in results(BY_HAND):
         assert not [key for key in result["metrics"] if key.startswith("noise_scale")]
         assert len([text for text in result["said"] if "they are equal, or averaged later" in text]) == 1
@@ -189,7 +191,7 @@ def test_the_end_of_the_script_waits_for_no_rank_and_loses_no_row() -> None:
         assert np.isnan(compared[4:]).all()
 
 
-def test_what_a_backward_waits_for_other_ranks_is_not_the_ranks_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_other_ranks_inside_a_backward_is_not_the_ranks_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for user in ("_ranks", "_module_probe"):
         monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.world_size", lambda: 2)
     now, probe, model = [100.0], Ranks(), Chosen(a=1)
@@ -239,7 +241,7 @@ def test_every_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
 
 
 def of_ranks(num: int, **fields: Any) -> dict[str, float]:
-    """What Ranks() derives: each field a number for all ranks, or a dict by rank."""
+    """Return the numbers that Ranks() derives from fields: one value for all ranks, or a dict by rank."""
     whole = {"is_there": 1.0, "square": 4.0, "loss": 1.0, "seconds": 0.1, "checksum": 7.0, "layout": 3.0} | fields
     rows = [
         [of.get(rank, 0.0) if isinstance(of, dict) else of for of in map(whole.get, _FIELDS)] for rank in range(num)
@@ -258,9 +260,9 @@ def test_of_a_thousand_ranks_only_those_that_are_apart_have_keys_of_their_own() 
 @pytest.mark.parametrize(
     ("checksum", "layout", "apart"),
     [
-        ({0: 1.0, 1: 2.0}, 3.0, {0, 1}),  # of two nobody knows which
+        ({0: 1.0, 1: 2.0}, 3.0, {0, 1}),  # either of two may be wrong
         ({0: 1.0, 1: 1.0, 2: 2.0}, 3.0, {2}),
-        ({0: 1.0, 1: 1.0, 2: 2.0, 3: 2.0}, {0: 5.0, 1: 5.0, 2: 6.0, 3: 6.0}, set()),  # stages of a pipeline
+        ({0: 1.0, 1: 1.0, 2: 2.0, 3: 2.0}, {0: 5.0, 1: 5.0, 2: 6.0, 3: 6.0}, set()),  # two stages of a pipeline
         ({0: 1.0, 1: float("nan")}, 3.0, set()),  # a rank without whole parameters
     ],
     ids=["two", "three", "stages", "nothing"],
@@ -271,7 +273,7 @@ def test_a_rank_is_apart_from_most_that_hold_the_same_parameters(checksum: Any, 
     assert found["ranks/all/apart"] == len(apart)
 
 
-def test_what_is_not_merged_says_nothing() -> None:
+def test_sums_that_are_not_merged_give_no_numbers() -> None:
     assert of_ranks(4, is_there={2: 1.0}) == {}
 
 
@@ -281,7 +283,7 @@ def snapshot(**metrics: Any) -> Snapshot:
     return Snapshot(np.arange(num), (), np.full((num, 0, NUM_COLUMNS), np.nan), metrics=named)
 
 
-def test_a_rank_is_slow_where_it_is_the_same_that_is_last_every_time() -> None:
+def test_a_rank_is_slow_if_it_is_the_slowest_in_every_sample() -> None:
     slow = {"highest__seconds": [0.3] * 20, "median__seconds": [0.1] * 20}
     always, turns = [3.0] * 20, [float(step % 4) for step in range(20)]
     assert next(alert.step for alert in SlowRank().check(snapshot(**slow, highest__seconds_rank=always))) == 7
@@ -291,7 +293,7 @@ def test_a_rank_is_slow_where_it_is_the_same_that_is_last_every_time() -> None:
 
 
 @pytest.mark.parametrize("rule", [RanksDisagree, SlowRank])
-def test_a_resumed_rule_goes_on_where_it_was(rule: Any) -> None:
+def test_a_resumed_rule_continues_from_its_saved_state(rule: Any) -> None:
     of = snapshot(
         highest__seconds=[0.3] * 10,
         median__seconds=[0.1] * 10,
@@ -306,7 +308,7 @@ def test_a_resumed_rule_goes_on_where_it_was(rule: Any) -> None:
     assert [alert.step for sample in (8, 9) for alert in second.check(of.sample(sample))] == [8, 9]
 
 
-def test_what_makes_no_sense_is_said_at_once() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match="must be a number of sampled steps, 0 for never"):
         Ranks(checksum_every=-1)
     with pytest.raises(ValueError, match="matches no parameter"):

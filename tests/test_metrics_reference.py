@@ -86,7 +86,7 @@ def test_dropout_is_the_same_in_both_and_training_is_untouched():
     def run(watched):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        model.eval()  # the copy follows the model's mode, also when that changes
+        model.eval()  # the copy follows each change of the model's mode
         metrics = [Reference(model, activations="1")] if watched else []
         model.train()
         watcher, sink = watch(model, metrics)
@@ -96,12 +96,12 @@ def test_dropout_is_the_same_in_both_and_training_is_untouched():
     state, found = run(True)
     plain, _ = run(False)
     assert all(torch.equal(state[key], plain[key]) for key in plain)
-    # Before the first update both models are one, and so are their dropouts.
+    # Before the first update both models are equal, and so are their dropouts.
     assert found["activation/1/difference"][0] == 0
     assert found["activation/1/difference"][1] > 0
 
 
-def test_the_reference_runs_only_where_it_is_compared():
+def test_the_reference_runs_in_sampled_steps_only():
     model = nn.Sequential(nn.Linear(2, 2))
     frozen, calls = copy.deepcopy(model), []
     frozen.register_forward_hook(lambda *_: calls.append(1))
@@ -113,7 +113,7 @@ def test_the_reference_runs_only_where_it_is_compared():
     assert len(frozen[0]._forward_hooks) == 0
 
 
-def test_outputs_of_the_reference_are_kept_until_the_models_own_are_there_and_no_longer():
+def test_an_output_of_the_reference_is_freed_when_the_models_own_output_arrives():
     class Looks(nn.Module):
         """Counts the tensors of its output's shape, while the forward goes on and after it."""
 
@@ -131,13 +131,13 @@ def test_outputs_of_the_reference_are_kept_until_the_models_own_are_there_and_no
         return sum(type(thing) is torch.Tensor and thing.shape == tensor.shape for thing in gc.get_objects())
 
     model, frozen = Looks(), Looks()
-    gc.freeze()  # what is there already is not looked through again and again
+    gc.freeze()  # the collector skips the objects that exist already
     try:
         watcher, _ = watch(model, [Reference(model, frozen, activations="wide")])
         train(model, torch.randn(3, 7, 3))
-        # When the model's own output is there, that of the reference is gone.
+        # The reference's output has been freed when the model's next module runs.
         assert model.found == [1, 1, 1]
-        assert tensors_like(torch.empty(7, 50)) == 1  # the one asked about
+        assert tensors_like(torch.empty(7, 50)) == 1  # the tensor in this line itself
         watcher.remove()
     finally:
         gc.unfreeze()
@@ -156,7 +156,7 @@ def test_a_function_that_fails_is_dropped_alone(said):
     assert len([text for text in said() if "the function 'bad' failed on parameter/a" in text]) == 1
 
 
-def test_what_cannot_be_compared_is_said_at_once():
+def test_models_that_cannot_be_compared_are_rejected():
     model = Chosen(a=2)
     with pytest.raises(ValueError, match="must have the model's parameters, but 'a' differs"):
         Reference(model, Chosen(a=3))

@@ -15,7 +15,7 @@ from wandb_gradwatch.metrics._activations import POOLED
 
 
 class Mixture(nn.Module):
-    """Routers whose logits are given: they are what is looked at, and the loss is of something else."""
+    """Routers that return given logits; the loss depends on another parameter."""
 
     def __init__(self, num_layers: int = 1) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Mixture(nn.Module):
 
 
 def routed(steps: Any, *, num_layers: int = 1, **options: Any) -> Any:
-    """A training whose steps are lists of micro-batches, each a list of every layer's logits [T, E]."""
+    """Train with steps that are lists of micro-batches; each micro-batch is a list of the layers' logits [T, E]."""
     model = Mixture(num_layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watcher, sink = watch(model, [Router("gates", **options)])
@@ -67,21 +67,25 @@ def test_routers_are_chosen_by_class_too() -> None:
     assert {key.split("/")[1] for key in values(watcher, sink)} == {"0"}
 
 
-def test_layers_of_as_many_experts_are_pooled() -> None:
+def test_layers_with_equal_numbers_of_experts_are_pooled() -> None:
     to_0, to_1 = [[9.0, 0.0, 0.0]] * 6, [[0.0, 9.0, 0.0]] * 3
     found, _ = routed([[[to_0, to_1]]], num_layers=2)
-    assert [found[f"router/{POOLED}/expert_{expert}/load_ratio"][0] for expert in range(3)] == [2, 1, 0]  # of 9: 6, 3
+    assert [found[f"router/{POOLED}/expert_{expert}/load_ratio"][0] for expert in range(3)] == [
+        2,
+        1,
+        0,
+    ]  # 6 and 3 of 9 tokens
     assert found[f"router/{POOLED}/dead_experts"][0] == 1
     assert found["router/gates.0/dead_experts"][0] == found["router/gates.1/dead_experts"][0] == 2
 
 
-def test_many_experts_of_many_layers_are_told_together_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_too_many_experts_single_experts_are_logged_only_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wandb_gradwatch.metrics._activations.MAX_EXPERT_KEYS", 5)
     found, _ = routed([[[[[1.0, 0, 0]], [[1.0, 0, 0]]]]], num_layers=2)
     assert {key.split("/")[1] for key in found if "expert_" in key.split("/")[2]} == {POOLED}
 
 
-def test_an_expert_that_dies_is_told_after_ten_samples_and_a_busy_router_is_not() -> None:
+def test_a_dead_expert_raises_an_alert_after_ten_samples_and_a_healthy_router_raises_none() -> None:
     rng = np.random.default_rng(1)
     busy = rng.standard_normal((30, 64, 4))
     assert not routed([[[of]] for of in busy])[1].alerts
@@ -91,7 +95,7 @@ def test_an_expert_that_dies_is_told_after_ten_samples_and_a_busy_router_is_not(
     assert "gates.0 (1 experts)" in alert.text
 
 
-def test_what_is_no_router_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_that_returns_no_logits_and_invalid_arguments_are_rejected(caplog: pytest.LogCaptureFixture) -> None:
     found, _ = routed([[[[[1.0]]]]])
     assert found == {}
     assert "is not logits [..., experts]" in caplog.text

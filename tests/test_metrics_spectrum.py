@@ -23,12 +23,12 @@ def spectrum(matrix: Any) -> tuple[float, float]:
 
 
 def test_parameters_gradients_and_updates_agree_with_numpy() -> None:
-    """What changes little from step to step: the iteration goes on where it was, and is right to a tenth of a percent
+    """Matrices that change little from step to step: the iteration continues, and is accurate to a tenth of a percent
     once it has had some samples. The gradient is the same matrix in every step."""
     torch.manual_seed(0)
     model = nn.Conv2d(3, 8, 2, bias=False)
     with torch.no_grad():
-        model.weight[0] *= 4  # a largest singular value that stands out
+        model.weight[0] *= 4  # makes the largest singular value much larger than the others
     gradient = torch.randn(8, 3, 2, 2) * torch.logspace(0, 1, 8)[:, None, None, None]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.5)
     watcher, sink = watch(model, [Spectrum(of=("parameter", "gradient", "update"))])
@@ -99,7 +99,7 @@ def test_training_keeps_its_random_numbers_and_vectors_have_no_spectrum() -> Non
         (lambda: Spectrum("bias"), "matches no matrix; the first names are 'weight'"),
     ],
 )
-def test_what_makes_no_sense_is_said_at_once(make: Any, match: str) -> None:
+def test_invalid_arguments_are_rejected(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         watch(nn.Linear(2, 2), [make()])
 
@@ -122,7 +122,7 @@ def on_one_process() -> dict[str, Any]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("call", SHARDED, ids=str)
-def test_of_shards_the_spectrum_is_that_of_the_whole(call: Any) -> None:
+def test_the_spectrum_of_shards_is_that_of_the_whole_matrix(call: Any) -> None:
     alone = on_one_process()
     assert len(alone) == 2 * 2 * 3
     for result in on_four_ranks()[repr(call)]:
@@ -130,13 +130,13 @@ def test_of_shards_the_spectrum_is_that_of_the_whole(call: Any) -> None:
         assert set(result["metrics"]) == set(alone)
         for key, expected in alone.items():
             found = result["metrics"][key]
-            assert np.isnan(found[:8]).all()  # each takes a product of the vector before
-            # One step of the iteration a flush here, twenty at once there: the last samples have both at the end.
+            assert np.isnan(found[:8]).all()  # each iteration needs the merged product of the previous flush
+            # Here each flush is one iteration; one process begins with twenty. Both have converged in the last samples.
             np.testing.assert_allclose(found[-4:], expected[-4:], rtol=5e-3, err_msg=key)
 
 
 @pytest.mark.distributed
-def test_of_flat_shards_there_is_no_spectrum_and_that_is_said() -> None:
+def test_flat_shards_have_no_spectrum_and_a_message_says_so() -> None:
     for result in on_four_ranks()[repr(FSDP1)]:
         assert not result["metrics"]
         assert [text for text in result["said"] if "spectra are left out for them" in text]
@@ -145,14 +145,14 @@ def test_of_flat_shards_there_is_no_spectrum_and_that_is_said() -> None:
 def test_ranks_that_have_used_different_vectors_are_left_out() -> None:
     shared = _SharedVector(2, torch.ones(1), num_ranks=2, num_replicas=1)
     shared._version = 9
-    # |A v|^2 = 4 and |A|_F^2 = 12 in all: a singular value of 2, and a stable rank of 3.
+    # The sums over all ranks are |A v|^2 = 4 and |A|_F^2 = 12: a singular value of 2 and a stable rank of 3.
     assert shared.advance([2, 18, 162, 4, 12]) == (2, 3)
     assert shared.advance([2, 17, 145, 4, 12]) is None  # versions 8 and 9
-    assert shared.advance([1, 9, 81, 4, 12]) is None  # one rank alone
+    assert shared.advance([1, 9, 81, 4, 12]) is None  # the sums of one rank only
     assert shared.advance([2, 18, 162, 4, 12, 3.0, 4.0]) == (2, 3)
     assert shared._vector_N.tolist() == pytest.approx([0.6, 0.8])
     assert shared._version == 10
-    assert shared.advance([2, 18, 162, 4, 12, 1.0, 0.0]) == (2, 3)  # a product of the vector before
+    assert shared.advance([2, 18, 162, 4, 12, 1.0, 0.0]) == (2, 3)  # a product of the previous vector
     assert shared._version == 10
     assert shared.advance([2, 20, 200, 4, 12, np.nan, 0.0]) == (2, 3)
     assert shared._version == 10

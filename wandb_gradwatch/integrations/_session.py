@@ -104,7 +104,7 @@ class Session:
         memory = self._memory if goes_on or self._is_loaded else {}
         rules = self.options.get("rules")
         if rules is None:  # watch() would add its defaults only for rules=None, but it receives self._on_sample
-            rules = self._adapt(default_rules() + rules_of(self.options.get("metrics", ())))
+            rules = self._adapt(default_rules() + rules_of(self.options.get("metrics") or ()))
         options = {**self.options, **more, "rules": [*rules, self._on_sample]}
         options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([_AlertLog()] if rank() == 0 else [])]
         self._is_sharded = is_sharded(model)
