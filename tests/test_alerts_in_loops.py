@@ -146,6 +146,17 @@ def test_a_forgotten_zero_grad_is_told_at_step_2(make: Callable[..., torch.optim
     assert run(model, advance, steps=5) == [("Gradients not reset", 2)]
 
 
+def test_a_forgotten_zero_grad_of_sparse_gradients_is_told_at_step_2() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-4)
+
+    def advance(number: int) -> None:
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    assert ("Gradients not reset", 2) in run(model, advance, steps=5)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_zeroed_before_the_step_are_one_alert_with_the_cause_that_is_certain(set_to_none: bool) -> None:
     model = net()

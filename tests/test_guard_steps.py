@@ -182,6 +182,25 @@ def test_optimizers_of_one_backward_are_withheld_together(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("guards", [("skip", "skip"), ("skip", None), (None, "skip")], ids=str)
+def test_a_guard_of_one_of_two_watchers_hides_no_gradient_from_the_other_and_skips_one_step(guards, fused):
+    """The gradients of both models, which one optimizer updates, are NaN in the second of four steps."""
+    models = Chosen(a=1), Chosen(a=1)
+    optimizer = torch.optim.SGD([model.a for model in models], lr=1.0, fused=fused)
+    watched = [watch(model, guard=guard, rules=None) for model, guard in zip(models, guards, strict=True)]
+    for gradient in (1, math.nan, 1, 1):
+        optimizer.zero_grad()
+        (models[0].loss(a=[gradient]) + models[1].loss(a=[gradient])).backward()
+        optimizer.step()
+    assert [model.a.item() for model in models] == [-2, -2]  # 1 - 1 - 1 - 1
+    assert not hasattr(optimizer, "found_inf")
+    for watcher, sink in watched:
+        watcher.remove()
+        assert [(alert.title, alert.step) for alert in sink.alerts] == [("NaN gradient", 2)]
+        assert sink.merged().num_nan[:, 0].tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
 def test_after_the_step_everything_is_where_it_was(watched, fused):
     model, optimizer, _ = watched(dict(a=1), fused=fused, guard="skip")
     step(model, optimizer, a=[math.nan])

@@ -125,27 +125,22 @@ class CaptureParts:
             or self.shards.uses_fsdp1
             or any([p.grad is not None for slot, p in entries if slot not in self.clock.marked])
         ):
-            is_first = self._version == -1
-            if (new := self._hook(entries)) and not is_first:
+            is_first, self._followed = self._version == -1, self.registry.changes
+            self.window.resize(len(self.registry.names))
+            if self.registry.version != self._version:
+                self._version = self.registry.version
+                self.shards.update(entries, self.registry.models())
+            new = [slot for slot in self.hooks.follow(self._leaves(entries)) if slot != NO_SLOT]
+            for slot, parameter in entries if new else ():
+                if slot in new and parameter.grad is not None:
+                    mark_as_older_than_its_hook(parameter.grad)
+            if new and not is_first:
                 self.notices.say(
                     "new parameters",
                     "now following parameters that were added, replaced or unfrozen after watch(): "
                     + self.registry.some_names(new),
                 )
         return entries
-
-    def _hook(self, entries: Sequence[Entry]) -> list[int]:
-        """Hook new parameters and return their slots."""
-        self._followed = self.registry.changes
-        self.window.resize(len(self.registry.names))
-        if self.registry.version != self._version:
-            self._version = self.registry.version
-            self.shards.update(entries, self.registry.models())
-        new = [slot for slot in self.hooks.follow(self._leaves(entries)) if slot != NO_SLOT]
-        for slot, parameter in entries if new else ():
-            if slot in new and parameter.grad is not None:
-                mark_as_older_than_its_hook(parameter.grad)
-        return new
 
     def _leaves(self, entries: Sequence[Entry]) -> Sequence[Entry]:
         """The leaves that a backward reaches: FSDP1's flat parameters are not among the model's own."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._guard.step_skipping import StepSkipping
 from .._runtime.autograd import Entry, backward_root, current_graph_task
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import rank, rank_store, world_size
@@ -205,15 +206,8 @@ class Sampler(Listener):
         self.parts.optimizer_found()
         self._commit(self._clock.step_begins(self.parts.optimizers.key(optimizer)))
 
-    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        if self._guard is not None:
-            self._guard.step_begins()
-        self._before_step(optimizer, inside_backward)
-        if self._guard is not None:
-            self._guard.vote_if_failed(optimizer)
-
     @contained
-    def _before_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
+    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._by_hand.possible:
             self.parts.optimizer_found()
         if SCALERS.last_used is not None:
@@ -230,8 +224,6 @@ class Sampler(Listener):
             self._deliver()
             if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
                 self._joining = key
-                if self._guard is not None:
-                    self._guard.abstain(self.parts.optimizers.entries(optimizer), self.parts.registry.version)
                 return
         if not self._clock.closed_any and not self._clock.backwards and not inside_backward:
             entries = self.parts.follow()  # watch() was called between the backward and the step
@@ -243,9 +235,20 @@ class Sampler(Listener):
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
         self.parts.wiring.about_to_step(key)
-        if self._guard is not None:  # last: only the step itself and release() may follow
-            entries, version = self.parts.optimizers.entries(optimizer), self.parts.registry.version
-            self._guard.decide(optimizer, self._clock.open_step, entries, version, inside_backward=inside_backward)
+
+    def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        if self._guard is not None:
+            self._guard.step_begins()
+            self._decide(self._guard, optimizer, inside_backward)
+            self._guard.vote_if_failed(optimizer)
+
+    @contained
+    def _decide(self, guard: StepSkipping, optimizer: Optimizer, inside_backward: bool) -> None:
+        entries, version = self.parts.optimizers.entries(optimizer), self.parts.registry.version
+        if self._joining == self.parts.optimizers.key(optimizer):
+            guard.abstain(entries, version)
+        else:
+            guard.decide(optimizer, self._clock.open_step, entries, version, inside_backward=inside_backward)
 
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._measure.elements import elements_of, onto
 from .._runtime.autograd import Entry
 from .._runtime.notices import Notice, Notices
+from .._runtime.sharding import local_part
 from .._runtime.steps import parameters_of
 from ..snapshot import keys
 from .gradient_versions import GradientVersions
@@ -119,11 +121,13 @@ class Wiring:
             self._without_model = None
         for carried, entries in self._carrying():
             writes = carried.seen.writes(entries)
-            untouched = [p.grad for slot, p in entries if not writes[slot] and p.grad is not None]
+            untouched = [local_part(p.grad) for slot, p in entries if not writes[slot] and p.grad is not None]
             if not untouched or len(untouched) < len(carried.seen.slots) - has_accumulated:
                 carried.follow(())
             elif carried.nonzero is None:  # zeroing through `.data` shows only in the values
-                carried.nonzero = torch.stack([gradient.detach().ne(0).any() for gradient in untouched]).any()
+                nonzero = [elements_of(gradient)[0].ne(0).any() for gradient in untouched]
+                home = max((one.device for one in nonzero), key=lambda device: device.type != "cpu")  # so nobody waits
+                carried.nonzero = torch.stack([onto(one, home) for one in nonzero]).any()
 
     def backward_ended(self) -> None:
         """Remember the gradients' new states: a backward has added to them."""

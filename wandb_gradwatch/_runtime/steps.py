@@ -66,6 +66,9 @@ class Listener:
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         """Called when the gradients are those that the optimizer will use."""
 
+    def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        """Called after every listener's `before_step`: the gradients may be withheld from the optimizer now."""
+
     def before_closure(self, optimizer: Optimizer) -> None:
         """Called before a step with a closure, whose present gradients are meaningless."""
 
@@ -159,6 +162,8 @@ class _Step:
     def begin(self) -> None:
         for listener in self.listeners:
             listener.before_step(self.optimizer, inside_backward=self.inside_backward)
+        for listener in self.listeners:
+            listener.guard_step(self.optimizer, inside_backward=self.inside_backward)
 
 
 class _Stack(threading.local):
@@ -275,7 +280,7 @@ class StepHooks(Listeners):
             step.last_hook.remove()
         for listener in step.listeners if step.is_muted else ():
             listener.mute(False)
-        for listener in step.listeners:
+        for listener in reversed(step.listeners):  # each restores what it found before the step
             listener.after_step(step.optimizer, inside_backward=step.inside_backward)
 
 
