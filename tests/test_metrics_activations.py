@@ -279,7 +279,7 @@ def test_a_compiled_model_keeps_its_graph_and_a_warning_says_that_its_modules_ar
     if not compiled_first:
         compiled = torch.compile(model, backend=backend, fullgraph=True)
     optimizer = SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
+    for _ in range(10):
         optimizer.zero_grad()
         compiled(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -287,6 +287,21 @@ def test_a_compiled_model_keeps_its_graph_and_a_warning_says_that_its_modules_ar
     assert len(graphs) == 1, "a graph break or a recompilation"
     assert not any(key.startswith("activation/0") for key in found)
     assert len([text for text in said() if "Modules inside a compiled model are not measured" in text]) == 1
+
+
+def test_several_updates_of_a_critic_between_those_of_a_generator_raise_no_warning(said):
+    gan = {"critic": nn.Linear(2, 1), "generator": nn.Linear(2, 2)}
+    watcher, sink = watch(gan, [Activations("generator")])
+    optimizers = {name: SGD(model.parameters(), lr=0.1) for name, model in gan.items()}
+    for step in range(12):
+        name = "generator" if step % 6 == 5 else "critic"
+        with torch.set_grad_enabled(name == "generator"):
+            fake = gan["generator"](torch.ones(1, 2))
+        gan["critic"](fake).sum().backward()
+        optimizers[name].step()
+        optimizers[name].zero_grad()
+    assert np.isfinite(values(watcher, sink)["activation/generator/norm"]).sum() == 2
+    assert said() == []
 
 
 def test_an_output_under_vmap_is_left_alone(said):

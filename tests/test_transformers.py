@@ -181,6 +181,22 @@ def test_steps_go_on_after_a_resume(save_steps: int, tmp_path: Path) -> None:
     assert samples.steps.tolist() == list(range(save_steps + 1, 10))
 
 
+@pytest.mark.parametrize("content", ["a partial copy", {"of": "another version"}])
+def test_a_file_that_cannot_be_read_does_not_stop_a_resumed_training(
+    content: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path, [GradWatchCallback(sample_every=1)], save_strategy="steps", save_steps=2)
+    file = tmp_path / "checkpoint-2" / "gradwatch.pt"
+    if isinstance(content, str):
+        file.write_text(content)
+    else:
+        torch.save(content, file)
+    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1)])
+    trainer.train(resume_from_checkpoint=str(file.parent))
+    assert f"{file} could not be read" in caplog.text
+    assert trainer.state.global_step > 2
+
+
 def test_a_watcher_of_a_training_that_raised_is_replaced(tmp_path: Path) -> None:
     callback = GradWatchCallback(sample_every=1)
     model = Net()

@@ -150,12 +150,13 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
         for path in (folder / _FILE for folder in folders if (folder / _FILE).exists()):
             try:
                 saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-            except Exception:  # a broken file, such as a partial copy, must not stop the training
+                log, late, watched = (saved[name] for name in ("log", "late", "watched"))
+            except Exception:  # a partial copy, or a file of another version, must not stop the training
                 logger.exception("wandb_gradwatch: %s could not be read", path)
                 continue
-            if saved["log"] == _log_of(state):  # otherwise the file belongs to another training
-                state.log_history += saved["late"]
-                self._session.load_state_dict(saved["watched"])
+            if log == _log_of(state):  # otherwise the file belongs to another training
+                state.log_history += late
+                self._session.load_state_dict(watched)
                 return
         if state.is_world_process_zero:
             logger.warning(

@@ -27,8 +27,9 @@ from ..rules import Rule
 from ._forward_hooks import ROOT, ForwardHook, Match, ModuleFilter, ModuleIndex, logger
 from ._rows import Dims, Store, dense, square_of, widened
 
-# Warn after this many measured updates without a matching forward; fewer could belong to another model.
-_PATIENCE_IN_UPDATES: Final = 3
+# Warn after this many measured updates without a matching forward; fewer could belong to another model, such as the
+# critic of a GAN, which is often updated five times for each update of the generator.
+_PATIENCE_IN_UPDATES: Final = 10
 
 
 class ModuleProbe(Probe):
