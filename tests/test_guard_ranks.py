@@ -27,7 +27,7 @@ PLACES = {
     "after the backward": "_sample.measure_present",
     "before the vote": "_guard._sums",
     "after the vote": "_guard._decide_here _guard._decide_there",
-    "after the step": "_sample.after_update",
+    "after the step": "_clock.step_ended",
 }
 
 
