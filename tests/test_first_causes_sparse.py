@@ -76,7 +76,7 @@ def test_of_two_branches_one_may_rise_with_its_data_where_the_loss_is_not_known(
     norms = {name: [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1e4 if name == "seen.weight" else 1.0] for name in names}
     found = first_of(history_of((5, 10, 30, 50, 70, 90, 110), norms, losses=[*np.linspace(0.1, 0.05, 6), loss]))
     assert found.cause == BACKWARD
-    assert found.rival.startswith("" if is_sure else "the data of these layers alone has changed")
+    assert found.rival.startswith("" if is_sure else "one bad batch, in what these layers alone get")
     assert (found.rival == "") == is_sure
 
 
@@ -193,3 +193,23 @@ def test_a_first_layer_without_any_gradient_shows_that_its_inputs_are_gone():
 
     alert = next(iter(DeadGradient().check(together([sample(step) for step in range(1, 20)]))))
     assert "either dead units in the first layer, which has no bias, or the data has changed" in alert.text
+
+
+def test_a_gradient_behind_updates_that_were_already_too_large_did_not_come_first():
+    for growth, cause in ((1.3, "learning rate too high"), (1.0001, "one bad batch")):
+        history = history_of(range(1, 16), {"a.weight": [*[1.0, 1.1] * 7, 1e3]}, weights=growth ** np.arange(15))
+        assert first_of(history).cause == cause
+
+
+def test_the_first_steps_are_searched_too_where_few_samples_are_evenly_apart():
+    losses = [-1.1, -1.0, -2.2, -2.0, -0.7, -3.5, -1.7, -2.0, -3.7, -2.8, -489.0]
+    norms = [1.6, 1.5, 1.8, 1.4, 1.6, 4.4, 2.6, 3.5, 4.8, 4.4, 801.0]
+    history = history_of((*range(1, 11), 60), {"a.weight": norms}, losses=losses)
+    assert "the wrong sign of the loss" in told_of("Exploding gradient", history)
+
+
+def test_a_rate_that_is_known_to_have_risen_needs_no_other_reason_for_a_leap():
+    rates = [0.01] * 6 + [1.0]
+    steps, norms = (5, 10, 30, 50, 70, 90, 110), {"a.weight": [*[1.0] * 6, 40.0]}
+    found = diagnose(history_of(steps, norms, weights=[*[1.0] * 6, 8.0], rates=rates))
+    assert [one.cause for one in found] == ["learning rate too high"]

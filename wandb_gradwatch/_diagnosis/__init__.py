@@ -33,6 +33,7 @@ _WITHHELD: Final = (
 
 _MOVEMENTS: Final = ("Exploding gradient", "Loss spike", "Non-finite loss", *NONFINITE_TITLES)
 _EPISODE: Final = 40  # number of samples before an alert that are searched for its cause
+_FEW: Final = 5  # number of samples evenly apart below which all are searched: they would not show what is usual
 _LASTING: Final = ("Optimizer without the model",)  # titles of faults that stay, however long ago they were reported
 _NOT_CLEAR: Final = "not clear"
 _WAKE: Final = 'as in the earlier alert "'
@@ -86,7 +87,8 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, *, earlier: Sequence[
 def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> Alert:
     until = _until(history, max(alert.step, alert.seen if isinstance(alert, Finding) else 0))
     alike = _of_one_kind(until.present)
-    recent = select_samples(until, alike[evenly_apart(until.steps[alike].tolist())][-_EPISODE:].tolist())
+    even = evenly_apart(until.steps[alike].tolist())
+    recent = select_samples(until, (alike[even] if len(even) >= _FEW else alike)[-_EPISODE:].tolist())
     lines = []
     if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
         lines.append(_WITHHELD)

@@ -101,6 +101,8 @@ class Evidence:
         """
         if self.onset is None or not self.onset.ordinary_update or self.rate_rise is not None:
             return False
+        if self.parameters.was_moving(self.onset.sample):
+            return False
         changes, samples = self.parameters.changes
         moved = samples[(changes > _FAR) & (samples >= self.onset.sample)]
         return not moved.size or bool(moved[0] <= self.onset.sample + 1)

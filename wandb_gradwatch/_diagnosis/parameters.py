@@ -166,6 +166,12 @@ class Parameters:
                 return float(changes[place]), sample
         return None
 
+    def was_moving(self, sample: int) -> bool:
+        """Whether two of the last updates before a sample were already larger than any training survives."""
+        changes, samples = self.changes
+        is_before = (samples < sample) & (samples >= sample - _JUMP_NEIGHBOURS)
+        return bool(np.count_nonzero(changes[is_before] > self._movement_limit(samples[is_before])) > 1)
+
     def grow_alike(self, sample: int) -> bool:
         """Whether all parameters, of different sizes, grew by one factor up to the next sample, as no gradient does."""
         if sample + 1 >= len(self._history):

@@ -23,7 +23,7 @@ _OTHER_TERM: Final = (
     "a term of the loss that acts there, with another weight or the wrong sign; the values of the loss's terms tell "
     "them apart"
 )
-_OTHER_INPUTS: Final = "the data of these layers alone has changed; the loss of this step tells them apart"
+_OTHER_INPUTS: Final = "one bad batch, in what these layers alone get; the loss of this step tells them apart"
 _SATURATED: Final = ("Sigmoid", "Tanh", "Hardsigmoid", "Softsign", "LogSigmoid")
 _UNSATURATED: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU", "Softplus")
 

@@ -71,7 +71,7 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         return Diagnosis(
             LEARNING_RATE, 0.98 if is_seen else 0.85, words, f"look at its schedule; {remedy}", rival, also
         )
-    if evidence.gradient_came_first or written(evidence) or multiplied(evidence) or unbounded(evidence):
+    if evidence.gradient_came_first or any(one(evidence) for one in (written, leapt_unseen, multiplied, unbounded)):
         return None
     less = 0.05 if evidence.first_ratio > FIRST_GRADIENT else 0.0  # a learning rate does not cause the first gradient
     if evidence.parameters.is_moving and evidence.parameters.movement is not None:
@@ -148,7 +148,7 @@ def written(evidence: Evidence) -> Diagnosis | None:
 def leapt_unseen(evidence: Evidence) -> Diagnosis | None:
     """Leap between samples: the gradient is far above all before it, behind parameters that are many times larger."""
     sample = evidence.spike_began
-    if sample is None or not evidence.parameters.leapt_unseen(sample):
+    if sample is None or evidence.rate_rise is not None or not evidence.parameters.leapt_unseen(sample):
         return None
     update, change, _ = _update(evidence, sample - 1)
     words = f"{update}, of which only the first was measured, changed the parameters' norm by {change} %"
