@@ -6,12 +6,11 @@ import functools
 import itertools
 import math
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -132,21 +131,21 @@ class OptimizerRegistry:
         if self._appointed() is not optimizer:
             return None
         own = parameters_of(optimizer)
-        if all(id(one) in self._registry.slot_of_id for one in own) or all(one.grad is None for one in own):
+        copies = [one for one in own if id(one) not in self._registry.slot_of_id]
+        if not copies or all(one.grad is None for one in own):
             return None
-        copies: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
-        for one in own:
-            if id(one) not in self._registry.slot_of_id:
-                copies.setdefault((one.shape, one.device), []).append(one)
         entries, held = self.entries(optimizer), {id(one) for one in own}
-        copied = [entry for entry in entries if id(entry[1]) not in held and entry[1].requires_grad]
-        kinds = Counter((parameter.shape, parameter.device) for _, parameter in copied)
         found = [entry for entry in entries if id(entry[1]) in held]
-        for slot, parameter in copied:
-            kind = (parameter.shape, parameter.device)
-            if len(copies.get(kind, ())) == kinds[kind]:
-                kinds[kind] -= 1
-                found.append((slot, copies[kind].pop(0)))
+        # shape and device -> the slots of the copied parameters, and their master weights
+        of_kind: defaultdict[tuple[Any, Any], tuple[list[int], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for slot, parameter in entries:
+            if id(parameter) not in held and parameter.requires_grad:
+                of_kind[parameter.shape, parameter.device][0].append(slot)
+        for one in copies:
+            of_kind[one.shape, one.device][1].append(one)
+        for slots, masters in of_kind.values():
+            if len(slots) == len(masters):
+                found += zip(slots, masters, strict=True)
         return found
 
     def has_masters(self, parameters: Sequence[Tensor]) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -238,9 +239,7 @@ class Sampler(Listener):
 
     def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:
-            self._guard.step_begins()
-            self._decide(self._guard, optimizer, inside_backward)
-            self._guard.vote_if_failed(optimizer)
+            self._guard.vote(optimizer, partial(self._decide, self._guard, optimizer, inside_backward))
 
     @contained
     def _decide(self, guard: StepSkipping, optimizer: Optimizer, inside_backward: bool) -> None:
@@ -352,23 +351,13 @@ class Sampler(Listener):
 
     def look_at_parameters(self) -> None:
         """Alert if parameters hold NaN or Inf after steps that were not measured. Waits for the device."""
-        parts, registry = self.parts, self.parts.registry
-        last, step = self._schedule.last_sample, self._clock.step
+        parts, last, step = self.parts, self._schedule.last_sample, self._clock.step
         if parts.shards.any or parts.thread.is_another:  # the other thread may be freeing their memory
             return
         if not (self._clock.closed_any or self._clock.marked):
             parts.wiring.nothing_was_seen()
-        if last < step and (broken := slots_that_are_broken(registry.scan())):
-            parts.notices.alert(
-                "NaN gradient",
-                f"NaN or Inf in {len(broken)} of {len(registry.names)} parameters: {registry.some_names(broken)}.\n"
-                f"What happened after step {last} was not measured.\n"
-                "Probable cause: not clear: parameters became NaN or Inf in a step that was not measured. Remedy: load "
-                "the last good checkpoint and continue with guard='skip' or sample_every=1: the gradient of the first "
-                "bad step then shows whether the data, an operation or the optimizer caused it.",
-                step,
-                "ERROR",
-            )
+        if last < step and (broken := slots_that_are_broken(parts.registry.scan())):
+            parts.wiring.parameters_are_broken(broken, last, step)
 
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:

@@ -54,10 +54,6 @@ class _Carried:
     def follow(self, entries: Sequence[Entry]) -> None:
         """Follow the gradients of these parameters from now on."""
         self.nonzero = None
-        self.look_at(entries)
-
-    def look_at(self, entries: Sequence[Entry]) -> None:
-        """Record how the gradients are now: a backward has added to them."""
         self.seen.clear()
         self.seen.note(entries)
 
@@ -132,7 +128,7 @@ class Wiring:
     def backward_ended(self) -> None:
         """Remember the gradients' new states: a backward has added to them."""
         for carried, entries in self._carrying():
-            carried.look_at(entries)
+            carried.seen.note(entries)
 
     def forget_gradients(self) -> None:
         """Forget the remembered gradients: the hooks are off, so a reset before the next backwards would be missed."""
@@ -195,6 +191,20 @@ class Wiring:
                 "torch.autograd.grad() does not write there. Set parameter.grad before each update, and call "
                 "watcher.mark_step() after it.",
             )
+
+    def parameters_are_broken(self, slots: Sequence[int], last: int, step: int) -> None:
+        """Alert about parameters with NaN or Inf although the samples up to step `last` had none."""
+        registry = self._parameter_registry
+        self._notices.alert(
+            "NaN gradient",
+            f"NaN or Inf in {len(slots)} of {len(registry.names)} parameters: {registry.some_names(slots)}.\n"
+            f"What happened after step {last} was not measured.\n"
+            "Probable cause: not clear: parameters became NaN or Inf in a step that was not measured. Remedy: load "
+            "the last good checkpoint and continue with guard='skip' or sample_every=1: the gradient of the first "
+            "bad step then shows whether the data, an operation or the optimizer caused it.",
+            step,
+            "ERROR",
+        )
 
     def without_a_step(self, num_backwards: int, step: int) -> None:
         """Alert when this many backwards have ended in the open step without an optimizer step."""

@@ -171,12 +171,10 @@ class StepSkipping(Listener):
             self._has_voted = True
             consensus.abstain()
 
-    def step_begins(self) -> None:
-        """Called before an optimizer steps: this rank has not voted on the step yet."""
+    def vote(self, optimizer: Optimizer, decide: Callable[[], None]) -> None:
+        """Decide about a step, or abstain if the monitor fails before its vote, because the other ranks wait for it."""
         self._has_voted = False
-
-    def vote_if_failed(self, optimizer: Optimizer) -> None:
-        """If the monitor has failed and has not voted on this step, vote, because the other ranks wait for it."""
+        decide()
         if self._slot_of_id is not None and not self._has_voted:
             self.before_step(optimizer, inside_backward=False)
 
@@ -355,11 +353,7 @@ def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
 
 
 def _take_gradients(optimizer: Optimizer) -> Callable[[], None]:
-    """Set all gradients that this optimizer could use to None, including those of unwatched parameters.
-
-    Returns:
-        A function that gives them back after the step.
-    """
+    """Set all gradients that this optimizer could use, watched or not, to None. Returns what gives them back."""
     taken = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
     for parameter, _ in taken:
         parameter.grad = None
@@ -374,11 +368,7 @@ def _take_gradients(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _set_found_inf(optimizer: Optimizer, found_inf: Tensor) -> Callable[[], None]:
-    """Set `found_inf`, the device's decision, in place of the loss scaler's.
-
-    Returns:
-        A function that restores the scaler's after the step.
-    """
+    """Set the device's decision in place of the loss scaler's `found_inf`. Returns what restores the latter."""
     named: Any = optimizer
     scalers: Tensor | None = getattr(named, "found_inf", None)
     named.found_inf = found_inf
