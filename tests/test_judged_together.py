@@ -51,8 +51,26 @@ def recorded(make) -> Snapshot:
     return replace(samples, metrics=known | {keys.LEARNING_RATE: np.full(len(losses), 0.01)})
 
 
+def captured(*, left_out: bool = False, resets: bool = True, rate: float = 0.01) -> Snapshot:
+    """Return the samples of a watched training, with what the capture finds out about its loop."""
+    training, found = trainings.mlp(seed=0), []
+    held = list(training.model.parameters())[2 * left_out :]
+    optimizer = torch.optim.SGD(held, lr=0.01)
+    optimizer.param_groups[0]["lr"] = rate  # the constructor rejects a rate below 0, a schedule may set it
+    with watch(training.model, rules=[found.append], sinks=[MemorySink()], sample_every=1):
+        for step in range(1, 91):
+            if resets:
+                optimizer.zero_grad()
+            training.loss(training.model, step).backward()
+            optimizer.step()
+    return together(found)
+
+
 RECORDED = {make.__name__: recorded(make) for make in (trainings.mlp, *FAULTY)}
 RECORDED["random"] = together(random_samples(3))
+RECORDED["left out"] = captured(left_out=True)
+RECORDED["not reset"] = captured(resets=False)
+RECORDED["negative rate"] = captured(rate=-0.01)
 
 
 def arrived(samples: Snapshot) -> list[ArrivedSample]:
@@ -63,7 +81,7 @@ def arrived(samples: Snapshot) -> list[ArrivedSample]:
             samples.rows[place].copy(),
             float(samples.loss_scale[place]),
             bool(samples.skipped[place]),
-            {key: float(values[place]) for key, values in samples.metrics.items()},
+            {key: float(values[place]) for key, values in samples.metrics.items() if not np.isnan(values[place])},
         )
         for place, step in enumerate(samples.steps)
     ]
@@ -88,7 +106,8 @@ ONE_BY_ONE = {name: judged(samples, [1]) for name, samples in RECORDED.items()}
 def test_the_trainings_show_what_could_differ():
     titles = {name: {alert.title for alert in sent} for name, (sent, _, _) in ONE_BY_ONE.items()}
     assert not titles["mlp"]
-    assert len(set().union(*titles.values())) >= 8, titles
+    assert len(set().union(*titles.values())) >= 10, titles
+    assert all(titles[name] for name in ("left out", "not reset", "negative rate")), titles
     assert any(np.isnan(samples.rows[..., Column.NUM_ELEMENTS]).any() for samples in RECORDED.values())
 
 
