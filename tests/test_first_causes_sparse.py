@@ -10,7 +10,7 @@ import pytest
 from grad_samples import sample_of, together
 
 from wandb_gradwatch._diagnosis import Diagnosis, diagnose, with_diagnosis
-from wandb_gradwatch.rules import DeadGradient, ExplodingGradient, FastParameters
+from wandb_gradwatch.rules import DeadGradient, ExplodingGradient, FastParameters, LossSpike
 from wandb_gradwatch.rules._base import finding
 from wandb_gradwatch.snapshot import Snapshot, keys
 
@@ -213,3 +213,18 @@ def test_a_rate_that_is_known_to_have_risen_needs_no_other_reason_for_a_leap():
     steps, norms = (5, 10, 30, 50, 70, 90, 110), {"a.weight": [*[1.0] * 6, 40.0]}
     found = diagnose(history_of(steps, norms, weights=[*[1.0] * 6, 8.0], rates=rates))
     assert [one.cause for one in found] == ["learning rate too high"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_told"),
+    [
+        ((-10.0, -25.0), True),
+        ((-0.2, -1.0), False),  # a likelihood goes on falling as before
+        ((-10.0, 0.3), False),  # one batch
+        ((-1.2, -2.4), False),  # as far below 0 as it was above, but less than five times as fast
+    ],
+)
+def test_few_losses_show_one_that_falls_through_0_faster_than_ever(losses, is_told):
+    steps, before = (*range(1, 11), 30, 50, 70, 90), [2.0 - 0.03 * step for step in (*range(1, 11), 30, 50)]
+    alerts = list(LossSpike().check(history_of(steps, {"a.weight": [1.0] * 14}, losses=[*before, *losses])))
+    assert [(alert.title, alert.step) for alert in alerts] == [("Loss below 0", 90)] * is_told
