@@ -1,10 +1,11 @@
-"""Metric and Updates: functions of parameters, gradients and updates, including functions that fail."""
+"""Metric and Updates, with functions that fail; all metrics with invalid arguments, and their effect on a training."""
 
 from __future__ import annotations
 
 import gc
 import math
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +14,20 @@ from gradients import Chosen, step
 from metric_probes import seen, train, values, watch
 from torch import nn
 
-from wandb_gradwatch.metrics import Activations, Metric, ModuleProbe, NoiseScale, Updates
-from wandb_gradwatch.metrics._metric import probes_of
+from wandb_gradwatch.metrics import (
+    Activations,
+    Attention,
+    Metric,
+    ModuleProbe,
+    NoiseScale,
+    OptimizerState,
+    Ranks,
+    Reference,
+    Router,
+    Spectrum,
+    Updates,
+)
+from wandb_gradwatch.metrics._metric import SUBJECTS, probes_of
 
 SGD = torch.optim.SGD
 
@@ -208,38 +221,64 @@ def test_half_precision_arrives_as_float32():
     assert values(watcher, sink)["gradient/a/sum_sq"].tolist() == [3e6]  # beyond float16's 65504
 
 
-def test_random_numbers_of_training_stay_as_they_were():
-    def run(metrics):
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [Metric("noise", lambda w: (w * torch.randn_like(w)).sum(), on=on) for on in SUBJECTS],
+        [Activations(of=("input", "output", "grad")), Metric("sum", torch.sum, on="activation")],
+        [Updates(), OptimizerState(), Spectrum(of=("parameter", "gradient", "update")), NoiseScale()],
+    ],
+)
+def test_training_and_its_random_numbers_are_bitwise_the_same(metrics):
+    def trained(metrics):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(8, 1))
         watcher, _ = watch(model, metrics)
-        train(model, [torch.randn(8, 4) for _ in range(3)])
+        train(model, torch.randn(5, 3, 4), optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
         watcher.remove()
-        return model.state_dict()
+        return [parameter.tolist() for parameter in model.parameters()]
 
-    noisy = [Metric("noise", lambda w: (w * torch.randn_like(w)).sum())]
-    with_noise, without = run(noisy), run([])
-    assert all(torch.equal(with_noise[key], without[key]) for key in without)
+    assert trained(metrics) == trained([])
 
 
 NO_PARAMETER = r"Metric\('x', on='\w+'\) with match='nope' matches no parameter; the first names are '0.weight'"
 NO_MODULE = r"match='nope' matches no module; the first names are 'root', '0'"
+MODEL = nn.Sequential(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("metric", "words"),
+    ("make", "words"),
     [
-        *((Metric("x", norm, on=on, match="nope"), NO_PARAMETER) for on in ("parameter", "gradient", "update")),
+        *((partial(Metric, "x", norm, on=on, match="nope"), NO_PARAMETER) for on in SUBJECTS if on != "activation"),
         # A parameter that `include` leaves out cannot be matched.
-        (Metric("x", norm, match="bias"), "match='bias' matches no parameter; the first names are '0.weight'"),
-        (Metric("x", norm, on="activation", match="nope"), NO_MODULE),
-        (Activations("nope"), NO_MODULE),
-        (Updates("nope"), "match='nope' matches no parameter"),
+        (lambda: Metric("x", norm, match="bias"), "match='bias' matches no parameter; the first names are '0.weight'"),
+        (lambda: Metric("x", norm, on="activation", match="nope"), NO_MODULE),
+        (lambda: Activations("nope"), NO_MODULE),
+        (lambda: Activations(nn.LSTM), "matches no module"),
+        (lambda: Activations("("), r"Activations\(\): match='\(' is not a regular expression"),
+        (lambda: Activations(of="grad"), "of='grad' must be a sequence"),
+        (lambda: Activations(of=("grad",), evaluation=True), 'has "grad", but an evaluation has no backward'),
+        (lambda: Attention(statistics="norm"), "statistics='norm' must be a sequence of names"),
+        (lambda: NoiseScale(batch_size=0), "must be the number of examples"),
+        (lambda: NoiseScale(group_by="layer"), 'must be "parameter", "module"'),
+        (lambda: NoiseScale("nope"), "matches no parameter"),
+        (lambda: OptimizerState("nope"), r"OptimizerState\(\) with match='nope' matches no parameter"),
+        (lambda: Ranks(checksum_every=-1), "must be a number of sampled steps, 0 for never"),
+        (lambda: Ranks("nope"), "matches no parameter"),
+        (lambda: Reference(MODEL, functions={"difference": torch.dot}), "'difference' is the name of the distance"),
+        (lambda: Reference(MODEL, match="nope"), "match='nope' matches no parameter"),
+        (lambda: Reference(MODEL, activations="nope"), NO_MODULE),
+        (lambda: Router("nope"), NO_MODULE),
+        (lambda: Router("0", top_k=0), "must be the number of experts"),
+        (lambda: Spectrum(of="gradient"), "must be a sequence of names out of"),
+        (lambda: Spectrum(of=("activation",)), "must be a sequence of names out of"),
+        (lambda: Spectrum("bias"), "matches no matrix; the first names are '0.weight'"),
+        (lambda: Updates("nope"), "match='nope' matches no parameter"),
     ],
 )
-def test_watch_rejects_a_match_that_matches_nothing(metric, words):
+def test_metrics_reject_invalid_arguments(make, words):
     with pytest.raises(ValueError, match=words):
-        watch(nn.Sequential(nn.Linear(2, 2)), [metric], include="weight")
+        watch(MODEL, [make()], include="weight")
 
 
 def test_rules_of_probes_are_added_to_the_default_rules_only():

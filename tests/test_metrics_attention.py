@@ -210,12 +210,10 @@ def test_multihead_attention_agrees_with_the_weights_that_torch_returns(variant,
         )
 
 
-def test_match_chooses_among_the_multihead_attentions_and_statistics_are_checked():
+def test_match_chooses_among_the_multihead_attentions():
     layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
     found = seen(layers, [Attention(r"layers\.1")], [torch.randn(3, 2, 8)])
     assert {key.split("/")[1] for key in found} == {"layers.1.self_attn"}
-    with pytest.raises(ValueError, match="statistics='norm' must be a sequence of names"):
-        Attention(statistics="norm")
 
 
 def test_a_custom_module_logs_its_attention():

@@ -314,11 +314,6 @@ def test_two_probes_that_would_log_under_one_key_are_rejected(metrics, words):
         watch(model, metrics(model))
 
 
-def test_a_function_of_differences_cannot_take_their_name():
-    with pytest.raises(ValueError, match="'difference' is the name of the distance itself"):
-        Reference(nn.Linear(2, 2), functions={"difference": torch.dot})
-
-
 def test_two_probes_may_measure_the_same_statistics_of_different_modules():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     watcher, sink = watch(model, [Activations("0"), Activations("1", dead_threshold=0.1), Updates("weight")])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gradients import Chosen, step
-from metric_probes import train, values, watch
+from metric_probes import values, watch
 from torch import nn
 
 from wandb_gradwatch.metrics import OptimizerState, OutgrownUpdate
@@ -169,20 +169,3 @@ def test_the_rule_continues_from_its_saved_state() -> None:
     other.load_state_dict(rule.state_dict())
     assert other.state_dict() == rule.state_dict()
     assert len(other.state_dict()["_past"]["a"]) == 19  # the first step has no ratio
-
-
-def test_watch_rejects_a_match_that_matches_nothing() -> None:
-    with pytest.raises(ValueError, match=r"OptimizerState\(\) with match='x' matches no parameter"):
-        watch(nn.Linear(1, 1), [OptimizerState("x")])
-
-
-def test_training_is_bitwise_the_same() -> None:
-    def weights(metrics: list[Any]) -> list[Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2)
-        watcher, _ = watch(model, metrics)
-        train(model, torch.randn(5, 4, 3), optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
-        watcher.remove()
-        return [p.tolist() for p in model.parameters()]
-
-    assert weights([OptimizerState()]) == weights([])

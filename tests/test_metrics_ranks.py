@@ -306,10 +306,3 @@ def test_a_resumed_rule_continues_from_its_saved_state(rule: Any) -> None:
     assert [alert.step for sample in range(8) for alert in first.check(of.sample(sample))] == [7]
     second.load_state_dict(first.state_dict())
     assert [alert.step for sample in (8, 9) for alert in second.check(of.sample(sample))] == [8, 9]
-
-
-def test_invalid_arguments_are_rejected() -> None:
-    with pytest.raises(ValueError, match="must be a number of sampled steps, 0 for never"):
-        Ranks(checksum_every=-1)
-    with pytest.raises(ValueError, match="matches no parameter"):
-        watch(Chosen(a=1), [Ranks("x")])
