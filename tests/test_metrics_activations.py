@@ -307,7 +307,8 @@ def test_an_output_under_vmap_is_left_alone(said):
     assert said() == []
 
 
-def test_the_first_module_that_is_not_finite_is_named():
+@pytest.mark.parametrize("of", [("output",), ("output", "grad")])  # gradients of outputs are not of the forward
+def test_the_first_module_that_is_not_finite_is_named(of):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -318,8 +319,8 @@ def test_the_first_module_that_is_not_finite_is_named():
         def forward(self, x):
             return self.last(self.middle(self.first(x) * (math.nan if self.broken else 1.0)))
 
-    model, alerts = Model(), []
-    watcher, _ = watch(model, [Activations()], rules=[NonFiniteActivation(), NaNGradient()], on_alert=alerts.append)
+    model, alerts, metrics = Model(), [], [Activations(of=of)]
+    watcher, _ = watch(model, metrics, rules=[NonFiniteActivation(), NaNGradient()], on_alert=alerts.append)
     for step in range(3):
         model.broken = step == 2
         train(model, [torch.ones(1, 2)])
@@ -328,6 +329,17 @@ def test_the_first_module_that_is_not_finite_is_named():
     assert "in the forward, the output of middle was the first that was not finite" in alerts[1].text
     assert "the output of middle was the first of the forward that is not finite, with 2 elements" in alerts[0].text
     assert "middle (2 non-finite), last (1 non-finite), root (1 non-finite)" in alerts[0].text
+
+
+def test_a_gradient_that_is_not_finite_is_no_output_that_is_not_finite():
+    model, alerts = nn.Sequential(nn.Linear(2, 2)), []
+    metrics = [Activations(of=("output", "grad"))]
+    watcher, sink = watch(model, metrics, rules=[NonFiniteActivation(), NaNGradient()], on_alert=alerts.append)
+    train(model, [torch.ones(1, 2)], loss=lambda output: output.sum() * math.nan)
+    assert values(watcher, sink)["activation/0.grad/num_nonfinite"].tolist() == [2]
+    [alert] = alerts
+    assert alert.title == "NaN gradient"
+    assert "was the first that was not finite" not in alert.text
 
 
 class Gated(MonitorMixin, nn.Module):

@@ -78,7 +78,6 @@ class NonFiniteActivation(_MetricRule):
     """The alert "Non-finite activation": a module output has NaN or Inf elements. Names the first in the forward."""
 
     title = "Non-finite activation"
-    metric = (keys.ACTIVATION, keys.NONFINITE_METRIC)
     fact = (
         "the output of {first} was the first of the forward that is not finite, with {told} elements; of all "
         "outputs of modules {num} are not finite (threshold: 0)."
@@ -90,6 +89,10 @@ class NonFiniteActivation(_MetricRule):
         "divisions, or use bfloat16 in place of float16"
     )
     level = "ERROR"
+
+    def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
+        named = ((keys.nonfinite_output(key), counts_S) for key, counts_S in snapshot.metrics.items())
+        return {name: counts_S for name, counts_S in named if name is not None}
 
     def _judge(self, name: str, value: float, step: int) -> int | None:
         return int(value) if value > 0 else None

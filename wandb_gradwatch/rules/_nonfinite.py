@@ -37,9 +37,8 @@ def _broken_parameter(snapshot: Snapshot, sample: int) -> tuple[str, str] | None
 def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
     """Return the first module in the forward with a non-finite output; None if there is none, or no `Activations`."""
     for key, counts_S in snapshot.metrics.items():
-        family, name, metric = keys.split_metric(key) or ("", "", "")
-        if (family, metric) == (keys.ACTIVATION, keys.NONFINITE_METRIC) and counts_S[sample] > 0:
-            return name
+        if (output := keys.nonfinite_output(key)) is not None and counts_S[sample] > 0:
+            return output
     return None
 
 

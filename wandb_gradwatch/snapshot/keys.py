@@ -178,6 +178,17 @@ def split_metric(key: str) -> tuple[str, str, str] | None:
     return (family, name, metric) if family in METRIC_FAMILIES and name and metric else None
 
 
+@lru_cache(maxsize=2**14)
+def nonfinite_output(key: str) -> str | None:
+    """Return the name of the output whose NaN and Inf elements a key counts; None for any other key.
+
+    Gradients of outputs, whose names end in `.grad` or `.grad_<index or key>`, are no outputs of the forward.
+    """
+    family, name, metric = split_metric(key) or ("", "", "")
+    is_gradient = name.rpartition(".")[2].partition("_")[0] == "grad"
+    return name if (family, metric) == (ACTIVATION, NONFINITE_METRIC) and not is_gradient else None
+
+
 def split_histogram(key: str) -> tuple[str, str] | None:
     """Split a histogram's key into family ("" for gradients) and name; None for a key that is not one of ours."""
     family, _, name = key.partition("/")
