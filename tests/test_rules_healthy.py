@@ -176,3 +176,12 @@ def test_parameters_that_are_no_weights_may_begin_at_any_size(name: str, told: l
     """The imaginary parts of S4D's poles are multiples of pi, of which 64 have a root mean square of 115."""
     grads, poles = {name: np.ones(256)}, np.tile(np.pi * np.arange(64), 4)
     assert levels(PoorInitialisation(), sample_of(grads, parameters={name: poles})) == told
+
+
+@pytest.mark.parametrize(("inner", "told"), [(1.0, []), (0.0, [(1, "WARN")])])
+def test_weights_of_0_that_all_have_a_gradient_become_different(inner: float, told: list[tuple[int, str]]) -> None:
+    """Medusa's heads are residual blocks that begin as the identity; a network of zeros passes no gradient back."""
+    layers = {f"{n}.{kind}": np.zeros(256 if kind == "weight" else 16) for n in "ab" for kind in ("weight", "bias")}
+    grads = {name: np.linspace(-1.0, 1.0, len(zeros)) * (inner if name[0] == "a" else 1.0)
+             for name, zeros in layers.items()}  # fmt: skip
+    assert levels(PoorInitialisation(), sample_of(grads, parameters=layers)) == told

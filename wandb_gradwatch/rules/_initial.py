@@ -85,7 +85,9 @@ class PoorInitialisation(ShippedRule):
         if shifted:
             return f"biases are far from 0: {listing(shifted)}", "poor initialisation: biases far from 0"
         constant = _constant(snapshot, sample, all_gains)
-        if constant or (len(all_gains) > 1 and not gains):
+        # Weights of 0 in blocks that begin as the identity have a gradient; in a network of zeros most have none.
+        has_no_grad = dict(zip(snapshot.names, (snapshot.grad_norm[sample] == 0).tolist(), strict=True))
+        if constant or (len(all_gains) > 1 and not gains and any(has_no_grad[name] for name in all_gains)):
             names = listing(constant or list(all_gains))
             words = f"all elements of a weight are equal, and so are all units of its layer: {names}"
             return words, "a constant initialisation: equal weights"
