@@ -185,3 +185,11 @@ def test_weights_of_0_that_all_have_a_gradient_become_different(inner: float, to
     grads = {name: np.linspace(-1.0, 1.0, len(zeros)) * (inner if name[0] == "a" else 1.0)
              for name, zeros in layers.items()}  # fmt: skip
     assert levels(PoorInitialisation(), sample_of(grads, parameters=layers)) == told
+
+
+def test_a_critics_loss_may_rise_beside_that_of_the_actor() -> None:
+    """The error of a critic grows with the rewards, from 0.4 to 5 within 100 updates; the actor's loss stays near 1."""
+    grads = [{"a": None, "c": [1.0]}, {"a": [1.0], "c": None}]
+    samples = together([sample_of(grads[s % 2], step=s) for s in range(300)])
+    loss = [(1.0 + 0.01 * (s % 3)) if s % 2 else 0.4 * 1.02 ** (s / 2) for s in range(300)]
+    assert levels(LossSpike(), measured(samples, loss=loss)) == []

@@ -43,11 +43,6 @@ class _Past(Remembers):
         self.below: list[float] = []
         self.before_0: tuple[float, ...] = ()
         self.first_step = self.last_step = 0  # of the losses before that
-        self.first = -math.inf  # the largest of the first losses
-        self.num_first = 0
-        self.block: list[float] = []  # the newest losses, a few samples long
-        self.last_block = math.inf  # the median of the block before
-        self.num_rises = 0  # blocks in a row, each above the one before
 
     def expected_below_0(self) -> tuple[float, float, float]:
         """Return the median of the last losses, how far below 0 no loss is expected, and by how much no loss falls per
@@ -85,6 +80,12 @@ class LossSpike(ShippedRule):
     stays: int = 8
     adapt_after: int = 20
     _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
+    # Of all samples: a critic's loss alone may rise as the rewards do.
+    _first: float = field(default=-math.inf, init=False, repr=False)  # the largest of the first losses
+    _num_first: int = field(default=0, init=False, repr=False)
+    _block: list[float] = field(default_factory=list, init=False, repr=False)  # the newest losses, a few samples long
+    _last_block: float = field(default=math.inf, init=False, repr=False)  # the median of the block before
+    _num_rises: int = field(default=0, init=False, repr=False)  # blocks in a row, each above the one before
 
     title: ClassVar[str] = "Loss spike"
     negative: ClassVar[str] = "Loss below 0"
@@ -102,7 +103,7 @@ class LossSpike(ShippedRule):
                 yield from self._look_below_0(past, sample.step, loss)
             if loss >= 0:
                 past.first_step, past.last_step = past.first_step or sample.step, sample.step
-            yield from self._look_for_rise(past, sample.step, loss)
+            yield from self._look_for_rise(sample.step, loss)
             limit = self._limit(past, loss)
             if loss > limit:
                 if not past.above:
@@ -116,21 +117,21 @@ class LossSpike(ShippedRule):
             del past.losses[:-_WINDOW]
             past.above = []
 
-    def _look_for_rise(self, past: _Past, step: int, loss: float) -> Iterable[Alert]:
+    def _look_for_rise(self, step: int, loss: float) -> Iterable[Alert]:
         """Alert if the loss rises all the time, far above where it began: something follows the gradient uphill."""
-        if past.num_first < _TURNED:
-            past.num_first, past.first = past.num_first + 1, max(past.first, loss)
+        if self._num_first < _TURNED:
+            self._num_first, self._first = self._num_first + 1, max(self._first, loss)
             return
-        past.block.append(loss)
-        if len(past.block) < _BLOCK:
+        self._block.append(loss)
+        if len(self._block) < _BLOCK:
             return
-        median, least = float(np.median(past.block)), min(past.block)
-        past.num_rises = past.num_rises + 1 if median > past.last_block else 0
-        past.block, past.last_block = [], median
-        if past.num_rises >= _RISES and least > _FAR_ABOVE * past.first > 0:
+        median, least = float(np.median(self._block)), min(self._block)
+        self._num_rises = self._num_rises + 1 if median > self._last_block else 0
+        self._block, self._last_block = [], median
+        if self._num_rises >= _RISES and least > _FAR_ABOVE * self._first > 0:
             fact = (
-                f"Step {step}: the loss has risen to {number(median)}, from at most {number(past.first)} in the first "
-                f"{_TURNED} samples; each of the last {past.num_rises} groups of {_BLOCK} samples is above the one "
+                f"Step {step}: the loss has risen to {number(median)}, from at most {number(self._first)} in the first "
+                f"{_TURNED} samples; each of the last {self._num_rises} groups of {_BLOCK} samples is above the one "
                 "before."
             )
             cause = (
