@@ -92,7 +92,14 @@ def test_a_dead_expert_raises_an_alert_after_ten_samples_and_a_healthy_router_ra
     busy[12:, :, 3] = -9
     [alert] = routed([[[of]] for of in busy])[1].alerts
     assert (alert.title, alert.step) == ("Dead experts", 22)
-    assert "gates.0 (1 experts)" in alert.text
+    assert "gates.0 (1 expert)." in alert.text
+
+
+def test_the_numbers_over_all_layers_are_not_counted_as_another_router() -> None:
+    one_expert = [[[[9.0, 0.0, 0.0]]] * 2]  # both layers send all tokens to the first of three experts
+    [alert] = routed([one_expert] * 12, num_layers=2)[1].alerts
+    assert "2 of the routers sent no token" in alert.text
+    assert "Worst layers: gates.0 (2 experts), gates.1 (2 experts).\n" in alert.text
 
 
 def test_a_module_that_returns_no_logits_is_named(caplog: pytest.LogCaptureFixture) -> None:

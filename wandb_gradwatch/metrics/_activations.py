@@ -35,7 +35,7 @@ from ._rows import (
     tensors_in,
     widened,
 )
-from ._rules import DeadExperts, NonFiniteActivation
+from ._rules import POOLED, DeadExperts, NonFiniteActivation
 
 # T tokens, E experts
 
@@ -150,7 +150,6 @@ class Activations(ForwardProbe):
         return {f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in read}
 
 
-POOLED: Final = "all_layers"
 MAX_EXPERT_KEYS: Final = 2000  # over all layers; with more, single experts are logged only pooled over the layers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from ..rules._base import FROM_0, FROM_1, Bounds, Level, ShippedRule, finding
 from ..snapshot import Snapshot, keys
 
 # S samples in the window
+
+POOLED: Final = "all_layers"  # in place of a router's name: the numbers over all routers
 
 
 @dataclass(kw_only=True)
@@ -201,13 +203,17 @@ class DeadExperts(_MetricRule):
     metric = (keys.ROUTER, keys.DEAD_EXPERTS)
     bounds: ClassVar[Bounds] = {"patience": FROM_1}
     fact = "{num} of the routers sent no token to some experts for {patience} samples."
-    item = "{name} ({told} experts)"
+    item = "{name} ({told})"
     cause = "a router that sends ever more tokens to the experts that are already trained best"
     remedy = "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate"
 
-    def _judge(self, name: str, value: float, step: int) -> int | None:
+    def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
+        return {name: num_S for name, num_S in super()._series(snapshot).items() if name != POOLED}
+
+    def _judge(self, name: str, value: float, step: int) -> str | None:
         self._past[name] = self._past.get(name, 0) + 1 if value else 0
-        return int(value) if self._past[name] >= self.patience else None
+        dead = f"{value:.0f} expert{'' if value == 1 else 's'}"
+        return dead if self._past[name] >= self.patience else None
 
 
 @dataclass(kw_only=True)
