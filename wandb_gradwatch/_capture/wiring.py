@@ -149,7 +149,7 @@ class Wiring:
             self._facts[keys.WIRING_CARRIED] = carried.nonzero.double()
 
     def _look_for_frozen(self, marked: frozenset[int]) -> None:
-        """Scan the model when other parameters get gradients than before: some may have been frozen or unfrozen."""
+        """Scan the model when other parameters get gradients than before: some may be frozen, unfrozen or replaced."""
         self._has_changed |= marked != self._marked_before
         self._marked_before, self._samples_since_scan = marked, self._samples_since_scan + 1
         if self._has_changed and self._samples_since_scan >= _SCAN_EVERY:
