@@ -3,6 +3,7 @@
     a gradient is accumulated         BackwardHooks -> _arrived            only where the gradient is needed that early
     a backward has ended              BackwardHooks -> _backward_ended     measure every gradient that is present
     an optimizer is about to step     StepHooks     -> before_step         measure new and modified gradients
+    all watchers have measured        StepHooks     -> guard_step          with a guard: apply or skip the step
     an optimizer has stepped          StepHooks     -> after_step          close the sample if it is complete
     a scaler unscales or skips        GradScalers   -> before_unscale, step_skipped
 
