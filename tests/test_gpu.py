@@ -28,7 +28,7 @@ pytestmark = [
 
 STEPS = 3
 PRETENDED = torch.cuda.is_available() and torch.cuda.get_device_name() == "a pretended GPU"
-QUICK = "torch" if PRETENDED else "auto"  # the interpreter takes milliseconds for each tensor
+QUICK = "torch" if PRETENDED else "auto"  # Triton's interpreter takes milliseconds for each tensor
 real = pytest.mark.skipif(PRETENDED, reason="needs more of a GPU than can be pretended")
 
 
@@ -73,7 +73,7 @@ def test_matrix_on_the_gpu(kind, backend):
 
 
 class Mixed(nn.Module):
-    """Layers in two dtypes, and one in the middle that gets no gradient: slots that are no range."""
+    """Layers in two dtypes; the middle one gets no gradient, so that the measured slots are no contiguous range."""
 
     def __init__(self, width, dtype):
         super().__init__()
@@ -93,7 +93,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("max_overhead", [0.01] if PRETENDED else [0.01, 0.5])
 def test_the_host_never_waits(backend, scaled, clip, max_overhead):
     width = 8 if PRETENDED else 64
-    # torch's own unscaling does not know bfloat16 everywhere.
+    # torch cannot unscale bfloat16 on every device.
     model = Mixed(width, torch.float64 if scaled else torch.bfloat16).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=scaled)
@@ -127,7 +127,7 @@ def test_the_host_never_waits(backend, scaled, clip, max_overhead):
             training_step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert watcher.step == warming + steps  # a wait of ours would have raised inside the monitor and stopped it
+    assert watcher.step == warming + steps  # a wait would have raised inside the monitor and stopped it
     snapshot = samples(watcher, sink)
     if max_overhead == 0.01:
         assert snapshot.steps.tolist() == list(range(1, warming + steps + 1))
@@ -146,7 +146,7 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_training_that_wants_deterministic_algorithms_only_is_watched_all_the_same(backend):
+def test_a_training_with_deterministic_algorithms_only_is_watched(backend):
     model = nn.Sequential(Scale(), Scale()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     activations = Activations(statistics=("norm", "abs_p50", "histogram"))
@@ -212,7 +212,7 @@ PLACES = [("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cuda:0", "cuda:1")]
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("one", "two"), PLACES)
 @pytest.mark.parametrize("num_optimizers", [1, 2])
-def test_a_guard_adds_up_what_lies_on_two_devices(one, two, num_optimizers, fused):
+def test_a_guard_adds_the_norms_of_two_devices(one, two, num_optimizers, fused):
     if two == "cuda:1" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     model = Chosen(a=2, b=1)
@@ -224,7 +224,7 @@ def test_a_guard_adds_up_what_lies_on_two_devices(one, two, num_optimizers, fuse
     watcher, sink = watch(model, guard=guard, backend=QUICK)
     steps = 30
     for number in range(1, steps + 1):
-        # Each step is unhealthy by what lies on the second device alone.
+        # Each step is unhealthy because of the gradients on the second device alone.
         factor = math.nan if number == steps - 9 else 1.0
         (model.a * torch.tensor([3.0, 4.0], device=one)).sum().backward()
         (model.b * 12 * factor).sum().backward()
@@ -265,7 +265,7 @@ def test_the_host_never_waits_for_the_guard_of_a_fused_optimizer(scaled):
         scaler.step(optimizer)
         scaler.update()
 
-    for _ in range(15):  # kernels are compiled, state is made, and the guard knows what is usual
+    for _ in range(15):  # compiles the kernels, creates the state, and shows the guard the usual norms
         training_step(batch)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     torch.cuda.synchronize()
@@ -283,7 +283,7 @@ def test_the_host_never_waits_for_the_guard_of_a_fused_optimizer(scaled):
         torch.cuda.set_sync_debug_mode("default")
     watcher.remove()
     assert guard.num_skipped == 1
-    assert watcher.step == 46  # a wait of ours would have raised inside the monitor and stopped it
+    assert watcher.step == 46  # a wait would have raised inside the monitor and stopped it
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -330,7 +330,7 @@ def test_a_cuda_graph_may_hold_the_launches():
 
 
 @real
-def test_a_graph_is_captured_while_another_thread_asks_for_what_has_arrived():
+def test_a_graph_is_captured_while_another_thread_polls_for_arrived_samples():
     from wandb_gradwatch._measure.events import Event
 
     event, done, asked = Event(), threading.Event(), []
@@ -371,7 +371,7 @@ def test_a_graph_is_captured_while_the_kernels_are_still_being_compiled():
 
 @real
 @pytest.mark.parametrize("guard", [None, "skip"])
-def test_a_step_that_a_graph_replays_is_trained_as_ever_and_not_seen(guard):
+def test_a_step_that_a_graph_replays_is_trained_as_usual_and_not_sampled(guard):
     def train(watched):
         torch.manual_seed(0)
         model, loss_fn = nn.Linear(8, 8).cuda(), nn.MSELoss()
@@ -384,7 +384,7 @@ def test_a_step_that_a_graph_replays_is_trained_as_ever_and_not_seen(guard):
             loss_fn(model(batch), batch).backward()
             optimizer.step()
 
-        side = torch.cuda.Stream()  # where torch wants the steps before a capture
+        side = torch.cuda.Stream()  # torch requires the steps before a capture on a side stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -402,7 +402,7 @@ def test_a_step_that_a_graph_replays_is_trained_as_ever_and_not_seen(guard):
 
     (plain, _), (watched, seen) = train(False), train(True)
     assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
-    assert seen == [1, 2, 3, 4]  # the replays are none of them
+    assert seen == [1, 2, 3, 4]  # the replays are not among them
 
 
 def test_optimizers_inside_the_backward():
@@ -431,7 +431,7 @@ def test_a_training_on_a_stream_of_its_own_and_a_flush_outside_of_it():
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             train(model, "clip", 3 if PRETENDED else 10)
-        snapshot = samples(watcher, sink)  # nobody has told this stream to wait for the other
+        snapshot = samples(watcher, sink)  # this stream was not told to wait for the other
         return snapshot.grad_norm, snapshot.histogram.sum()
 
     (norms, count), (expected_norms, expected_count) = seen(torch.cuda.Stream()), seen(torch.cuda.current_stream())
@@ -441,7 +441,7 @@ def test_a_training_on_a_stream_of_its_own_and_a_flush_outside_of_it():
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_a_rank_that_is_alone_on_its_gpu(wrapper, tmp_path):
-    """By NCCL, which has no two ranks on one GPU; without one by gloo, on the CPU."""
+    """Uses NCCL, which allows one rank per GPU; without a GPU it uses gloo on the CPU."""
     device, library = ("cpu", "gloo") if PRETENDED else ("cuda", "nccl")
     dist.init_process_group(library, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:

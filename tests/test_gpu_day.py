@@ -18,7 +18,7 @@ def test_parts_fail_alone_and_results_are_written_after_each(tmp_path: Path) -> 
         Part("fails", ("-c", "raise SystemExit('no such device')"), 60),
         Part("takes too long", ("-c", "import time; print('began', flush=True); time.sleep(60)"), 2),
         Part("lacks something", ("-c", ""), 60, ("no_such_package",)),
-        # The last sees what was written before it.
+        # The last part finds the results of the parts before it.
         Part("reads", ("-c", f"print(len(__import__('json').load(open({str(path)!r}))['parts']))"), 60),
         Part("writes", ("-c", writes, "{json}"), 60),
     ]
@@ -42,7 +42,7 @@ def test_every_part_is_a_command_that_exists() -> None:
     assert sum(part.seconds for part in gpu_day.PARTS) <= 9 * 60
 
 
-def test_the_pages_are_those_of_the_results_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pages_are_written_for_the_results_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page, readme = gpu_day.PAGE.read_text(), table.README.read_text()
     monkeypatch.setattr(gpu_day, "PAGE", tmp_path / "gpu.md")
     monkeypatch.setattr(table, "README", tmp_path / "README.md")
@@ -88,13 +88,13 @@ def test_a_page_names_what_failed_and_shows_what_was_measured() -> None:
     ("instructions", "integer", "atomics", "passes", "share"),
     [
         # A core gets 4.3e12 / 132 / 1.755e9 = 18.56 bytes a cycle, so an element of 4 bytes takes it 0.2155 cycles.
-        (10.0, 5.0, 0.0, 1.0, 1.0),  # 10 / 128 = 0.078 cycles, which nobody notices
+        (10.0, 5.0, 0.0, 1.0, 1.0),  # 10 / 128 = 0.078 cycles, far below the limit
         (55.2, 5.0, 0.0, 1.0, 0.5),  # 55.2 / 128 = 0.431
         (30.0, 27.6, 0.0, 1.0, 0.5),  # 27.6 / 64 = 0.431
         (10.0, 5.0, 1.0, 13.8, 0.5),  # 13.8 / 32 = 0.431
     ],
 )
-def test_the_share_of_a_copy_is_what_the_busiest_unit_leaves(
+def test_the_share_of_a_copy_is_limited_by_the_busiest_unit(
     instructions: float, integer: float, atomics: float, passes: float, share: float
 ) -> None:
     taken = {"instructions": instructions, "integer": integer, "atomics": atomics}

@@ -82,7 +82,7 @@ def small_history(**changes: object) -> RunHistory:
 
 
 def read_rows(*rows: dict[str, object], path: Path = Path("run-x.wandb")) -> RunHistory:
-    """The history of a run of these rows, dictionaries of keys and values."""
+    """Return the history of a run with these rows: dictionaries of keys and values."""
     reading = RunReader(path)
     for row in rows:
         reading.take_row(row)
@@ -102,7 +102,7 @@ def test_every_key_of_a_real_run_is_read_and_has_its_picture(history: RunHistory
 
 def test_a_value_that_was_not_logged_is_missing_and_never_zero(history: RunHistory) -> None:
     frozen = history.first_of("grad_norm/" + FROZEN.replace(".", "/"))
-    # Frozen before step 100: the windows that end at 10..90 hold no gradient of it.
+    # The layer is frozen before step 100, so that the windows that end at steps 10 to 90 have no gradient of it.
     assert np.isnan(frozen[:9]).all()
     assert (frozen[9:] > 0).all()
 
@@ -121,7 +121,7 @@ def test_an_alert_without_a_step_stands_at_the_last_row_before_it() -> None:
     assert [alert.step for alert in reading.history().alerts] == [None, 70]
 
 
-def test_rows_of_one_step_are_one_row_and_rows_of_the_user_are_none() -> None:
+def test_rows_of_one_step_become_one_row_and_the_users_rows_are_left_out() -> None:
     of_step = {"gradwatch/step": 10}
     history = read_rows({"loss": 5.0}, {**of_step, "grad_norm/a": 1}, {**of_step, "grad_norm/b": np.inf})
     assert history.steps.tolist() == [10]
@@ -129,7 +129,7 @@ def test_rows_of_one_step_are_one_row_and_rows_of_the_user_are_none() -> None:
     assert history.num_rows == 3
 
 
-def test_names_follow_the_model_where_the_configuration_tells_it_and_numbers_elsewhere() -> None:
+def test_names_are_in_the_model_order_if_the_configuration_has_it_and_in_natural_order_otherwise() -> None:
     values = {f"grad_norm/{name}": np.ones(2) for name in ("layers/10/w", "layers/2/w", "embed", "head")}
     assert small_history(values=values).names == ["embed", "head", "layers/2/w", "layers/10/w"]
     told = {"gradwatch": {"names": ["embed", "layers.2.w", "layers.10.w", "head"]}}
@@ -140,21 +140,21 @@ def test_names_follow_the_model_where_the_configuration_tells_it_and_numbers_els
 
 
 def test_the_order_of_a_healthy_run_is_in_its_own_file(tmp_path: Path) -> None:
-    names = ("embed.weight", "blocks.1.weight", "blocks.0.weight")  # no alphabet would order them so
+    names = ("embed.weight", "blocks.1.weight", "blocks.0.weight")  # not in alphabetical order
     history = read_run(write_fake_run(tmp_path, names=names, num_flushes=2, alerts=(), with_table=False))
     assert history.in_model_order
     assert history.names == ["embed/weight", "blocks/1/weight", "blocks/0/weight"]
     assert history.config["lr"] == 3e-4
 
 
-def test_modules_stand_where_their_parameters_do() -> None:
+def test_modules_are_sorted_where_their_parameters_are() -> None:
     told = {"gradwatch": {"names": ["embed", "layers.2.w", "layers.10.fc.w", "head"]}}
     names = ("root", "head", "layers/10/act", "layers/10", "layers/2", "embed")
     history = small_history(values={f"activation/{name}/norm": np.ones(2) for name in names}, config=told)
     assert list(history.family("activation")) == ["embed", "layers/2", "layers/10", "layers/10/act", "head", "root"]
 
 
-def test_keys_of_the_user_that_only_look_like_ours_stay_his() -> None:
+def test_keys_of_the_user_that_only_look_like_ours_remain_the_users() -> None:
     row = dict.fromkeys(("update/x", "activation", "parameter//x", "gradient/a/", "loss", "gradwatcher/x"), 1.0)
     media = {"table._type": "table-file", "table.nrows": 3, "_runtime": 1.5}
     assert set(read_rows({"_step": 9, "gradwatch/step": 10, **row, **media}).own) == set(row)
@@ -163,11 +163,11 @@ def test_keys_of_the_user_that_only_look_like_ours_stay_his() -> None:
 @pytest.mark.parametrize(
     ("placed", "own", "expected"),
     [
-        # A row of every step from 0 on, ours in those of steps 10 and 20.
+        # The user logs a row at every step from 0 on; our values are in the rows of steps 10 and 20.
         ([(9, 10), (19, 20)], [0, 9, 14, 19, 25], [1, 10, 15, 20, 26]),
-        # A row of every fifth step: 10 steps of the training to 2 of W&B's.
+        # The user logs a row at every fifth step: 10 optimizer steps correspond to 2 W&B steps.
         ([(1, 10), (3, 20)], [0, 1, 2, 3, 4], [5, 10, 15, 20, 25]),
-        # Two models that log the same step; then one row alone, which tells no rate; then none.
+        # Two models that log the same step; then a single row, which gives no rate; then no row.
         ([(4, 5), (5, 5), (9, 10)], [4, 5, 7, 9], [5, 5, 7.5, 10]),
         ([(9, 10)], [0, 20], [1, 21]),
         ([], [0, 20], [0, 20]),
@@ -204,10 +204,10 @@ def test_a_long_loss_keeps_its_spike_its_dip_and_its_nan() -> None:
     assert len(kept_steps) == len(kept) <= 4000
     assert (np.diff(kept_steps) > 0).all()
     assert (np.nanmin(kept), np.nanmax(kept)) == (0.01, 197_486.0)
-    assert np.abs(kept_steps[np.isnan(kept)] - 40_001).min() <= 25  # 50000 / 2000 rows in one
+    assert np.abs(kept_steps[np.isnan(kept)] - 40_001).min() <= 25  # each kept point stands for 50000 / 2000 rows
 
 
-def test_the_loss_and_the_learning_rate_come_first_then_what_changes() -> None:
+def test_the_loss_and_the_learning_rate_come_first_then_values_that_change() -> None:
     changing, constant = np.array([1.0, 2.0]), np.ones(2)
     own = {
         key: OwnSeries(np.array([1.0, 2.0]), values)
@@ -217,10 +217,10 @@ def test_the_loss_and_the_learning_rate_come_first_then_what_changes() -> None:
     items = content["own"]["items"]
     assert [item["key"] for item in items] == ["train/loss", "lr-SGD", "epoch_color", "a"]
     assert [item["role"] for item in items] == ["loss", "rate", "", ""]
-    assert content["own"]["axes"] == [[1.0, 2.0]]  # shared
+    assert content["own"]["axes"] == [[1.0, 2.0]]  # shared by both keys
 
 
-def test_a_group_stands_where_its_first_parameter_does() -> None:
+def test_a_group_is_sorted_where_its_first_parameter_is() -> None:
     values = {f"grad_norm/{name}": np.ones(2) for name in ("a", "b", "c/0")}
     told = {"gradwatch": {"names": ["c.0.weight", "c.0.bias", "b.weight", "a.weight"]}}
     assert small_history(values=values, config=told).names == ["c/0", "b", "a"]
@@ -233,7 +233,7 @@ def test_natural_order_compares_numbers_in_any_names(numbers: list[int], before:
     assert sorted(names, key=natural_order) == [f"{before}{number}{after}" for number in sorted(numbers)]
 
 
-def test_a_directory_of_runs_means_its_newest(run_directory: Path, tmp_path: Path) -> None:
+def test_of_a_directory_of_runs_the_newest_is_read(run_directory: Path, tmp_path: Path) -> None:
     source = next(run_directory.glob("*.wandb"))
     for name, modified in (("old", 1_000), ("new", 2_000)):
         directory = tmp_path / "wandb" / f"offline-run-{name}"
@@ -253,7 +253,7 @@ def test_a_run_that_is_still_being_written_is_read_to_its_end(
     monkeypatch.setattr(read, "time", clock)  # the rest is written in the first pause
     assert read.read_finished_run(path).finished
     path.write_bytes(whole[: len(whole) // 2])
-    assert not read.read_finished_run(path, seconds=0.0).finished  # whose end never comes
+    assert not read.read_finished_run(path, seconds=0.0).finished  # a run whose end is never written
 
 
 @pytest.mark.parametrize("pieces", [2, 7, 300])
@@ -270,7 +270,7 @@ def test_a_file_that_grows_is_read_on_and_gives_what_reading_it_at_once_does(
         num_records.append(reader.read_on())
     assert reader.read_on() == 0
     assert sum(num_records) == RunReader(next(run_directory.glob("*.wandb"))).read_on()
-    assert all(num_records) or pieces == 300  # a piece may end within a record
+    assert all(num_records) or pieces == 300  # a piece may end inside a record, and then completes none
     at_once, grown = read_run(run_directory), reader.history()
     assert grown.finished
     assert (grown.alerts, grown.config) == (at_once.alerts, at_once.config)
@@ -283,7 +283,7 @@ def test_rows_of_a_run_that_is_too_long_are_merged_as_windows_are() -> None:
     for step in range(1, 101):
         columns.add(step, float(step), {"grad_norm_max/a": float(step % 10), "gradwatch/num_nan": 1.0})
     steps, times, values = columns.matrix()
-    # 100 rows into 11 at the most: 16 to 1, and the last one with the rest.
+    # At most 11 rows are kept of 100: each holds 16, and the last one the rest.
     assert columns.merged == 16
     assert steps.tolist() == times.tolist() == [16, 32, 48, 64, 80, 96, 100]
     assert values["gradwatch/num_nan"].tolist() == [16.0] * 6 + [4.0]
@@ -291,7 +291,9 @@ def test_rows_of_a_run_that_is_too_long_are_merged_as_windows_are() -> None:
 
 
 def test_the_users_scalars_share_their_limit_and_keep_their_spikes() -> None:
-    columns = OwnColumns(max_values=10_000)  # of two keys 5,000 each: at the 5,001st the extremes of 2,500 are kept
+    columns = OwnColumns(
+        max_values=10_000
+    )  # Each of two keys may have 5,000 values; with the 5,001st it is reduced to 2,500 extremes.
     for step in range(20_000):
         columns.add("a", step, 197_486.0 if step == 7_000 else 2.0)
         columns.add("b", step, np.nan if step == 13_000 else 1.0)
@@ -313,7 +315,7 @@ def test_the_users_scalars_share_their_limit_and_keep_their_spikes() -> None:
     ],
     ids=["truncated", "damaged", "damaged at the end", "empty"],
 )
-def test_a_file_that_is_not_whole_gives_what_is_in_it_and_says_so(
+def test_an_incomplete_file_gives_its_complete_rows_and_a_note(
     run_directory: Path, tmp_path: Path, spoil: Callable[[bytes, int], bytes], note: str
 ) -> None:
     data = next(run_directory.glob("*.wandb")).read_bytes()
@@ -330,7 +332,7 @@ def test_a_run_that_is_still_going_on_can_be_read(tmp_path: Path) -> None:
     try:
         history = read_run(directory)
         assert not history.finished
-        # How much has reached the file is wandb's business; it is a beginning of the run.
+        # wandb decides how much it has written; the file holds the beginning of the run.
         assert history.steps.tolist() == [10, 20, 30][: len(history.steps)]
         assert "no end record" in render_page(history)
     finally:
@@ -357,7 +359,7 @@ def test_a_row_whose_record_is_cut_within_its_first_bytes_is_read(tmp_path: Path
         (lambda path: _write(path / "run-x.wandb", b"this is some other file"), "cannot be read as a W&B run.*header"),
     ],
 )
-def test_what_is_not_a_run_is_said_in_a_sentence(tmp_path: Path, make: object, message: str) -> None:
+def test_a_path_that_is_no_run_is_explained_in_one_sentence(tmp_path: Path, make: object, message: str) -> None:
     with pytest.raises(UnreadableRunError, match=message):
         read_run(make(tmp_path))  # type: ignore[operator]
 
@@ -379,7 +381,7 @@ def test_progress_counts_rows(run_directory: Path) -> None:
     assert read_rows(*({"gradwatch/step": step} for step in range(3))).num_rows == 3
     seen: list[int] = []
     read_run(run_directory, progress=seen.append)
-    assert seen == []  # 41 rows are fewer than the hundred after which it is called
+    assert seen == []  # progress is called every 100 rows, and the run has 41
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ def test_progress_counts_rows(run_directory: Path) -> None:
         ([1, 2, 3], [5.0, 6, 7], ([1, 2, 3], [5, 6, 7])),
         ([1, 2, 3, 4], [0.0, 0, 1, 1], ([1, 3], [0, 1])),  # the first step of every value
         ([1, 2, 3], [5.0, 4, 7], ([1, 3], [5, 7])),  # a clock that was set back
-        ([2, 1, 2], [0.0, np.nan, 1], None),  # one step alone is no axis
+        ([2, 1, 2], [0.0, np.nan, 1], None),  # a single step makes no axis
         ([1, 2], [np.nan, np.nan], None),
         ([], [], None),
     ],
@@ -409,7 +411,10 @@ def test_axes_are_time_wandbs_own_step_and_counts_of_the_users() -> None:
     history = small_history(times=np.array([100.0, 160]), own=own, started_at="1970-01-01T00:01:30Z")
     found = {axis["label"]: axis["values"] for axis in other_axes(history)}
     assert found == {"time": [10, 70], "epoch": [0, 1], "train/global_step": [5, 9]}
-    for placed, is_told in (([9.0, 19], False), ([3.0, 30], True)):  # counted from 0, they are the same steps
+    for placed, is_told in (
+        ([9.0, 19], False),
+        ([3.0, 30], True),
+    ):  # W&B counts the same steps from 0, so that this axis would add nothing
         labels = [
             axis["label"] for axis in other_axes(replace(history, wandb_steps=OwnSeries(steps, np.array(placed))))
         ]
@@ -424,7 +429,7 @@ def test_resampling_keeps_the_number_of_elements_and_their_place() -> None:
     np.testing.assert_allclose(counts, [2.0] * 32 + [3.0] + [4.0] * 32)
 
 
-def test_histograms_of_ours_stay_as_they_were_logged(history: RunHistory) -> None:
+def test_histograms_of_our_rows_are_not_resampled(history: RunHistory) -> None:
     series = history.histograms[BROKEN.replace(".", "/")]
     # Zero lies in the middle of the middle bin, and counts are whole.
     np.testing.assert_allclose(series.low, -series.high)
@@ -444,7 +449,7 @@ def test_histograms_of_ours_stay_as_they_were_logged(history: RunHistory) -> Non
         ([[0, 1]], [1]),
     ],
 )
-def test_what_is_no_histogram_is_left_out(edges: object, counts: object) -> None:
+def test_an_invalid_histogram_is_left_out(edges: object, counts: object) -> None:
     assert resample(edges, counts) is None
 
 
@@ -454,7 +459,7 @@ def test_the_collector_stays_bounded_and_even() -> None:
         collector.add(("", "a"), step, [0.0, 1.0], [1])
     steps = collector.series()[""]["a"].steps
     assert len(steps) <= 10
-    assert set(np.diff(steps)) == {16}  # halved until 100 fit into 10: every 16th, from the first
+    assert set(np.diff(steps)) == {16}  # halved until 100 fit into 10: every 16th is kept, beginning with the first
 
 
 @given(st.lists(st.floats(1e-13, 1e13), min_size=1))
@@ -474,7 +479,7 @@ def test_a_value_of_either_sign_is_right_to_a_hundred_thousandth_of_the_range(va
     np.testing.assert_allclose(stored, values, rtol=0, atol=1e-5 * (max(values) / 2 - min(values) / 2) * 2 + 1e-307)
 
 
-def test_what_probes_measured_is_packed_by_family() -> None:
+def test_values_of_metrics_are_packed_by_family() -> None:
     values = {
         "activation/a/mean": np.array([-1.0, 1.0]),
         "activation/a/norm": np.array([2.0, 3.0]),
@@ -513,7 +518,7 @@ def test_pooled_columns_never_exceed_their_limit(num_rows: int, most: int) -> No
 
 
 @pytest.mark.parametrize("num_rows", [1, 10_000])
-def test_the_head_tells_the_runs_own_first_and_last_step(num_rows: int) -> None:
+def test_the_head_of_the_page_has_the_first_and_the_last_step_of_the_run(num_rows: int) -> None:
     steps = np.arange(1, num_rows + 1)
     history = small_history(steps=steps, values={"gradwatch/grad_norm": np.ones(num_rows)}, num_rows=num_rows)
     assert build_payload(history)[0]["run"]["span"] == [1, num_rows]
@@ -525,7 +530,7 @@ def test_a_thousand_layers_by_a_thousand_rows_stay_below_fifteen_megabytes() -> 
     values: dict[str, FloatArray] = {}
     histograms = {}
     for layer in range(1000):
-        # Noise of a quarter of a decade around a layer's own size, as norms have; nothing in it repeats.
+        # Noise of a quarter of a decade around a layer's own size, as in real norms; it cannot be compressed well.
         norm = 10 ** (rng.normal() + 0.25 * rng.normal(size=1000))
         name = f"transformer/h/{layer}/mlp/weight"
         values |= {f"grad_norm/{name}": norm, f"grad_norm_max/{name}": norm * (1 + rng.random(1000))}
@@ -573,8 +578,8 @@ def test_nothing_runs_in_the_page_but_the_scripts_whose_hashes_the_policy_names(
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
-def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    """As /dev/stdout, which is a link to a pipe."""
+def test_an_output_that_is_no_regular_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """/dev/stdout, for example, is a link to a pipe."""
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
@@ -595,7 +600,9 @@ def test_an_existing_page_is_replaced_in_one_piece(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "problem"), [("", "is a directory"), ("no/page.html", "there is no directory")])
-def test_a_page_that_has_no_place_is_refused_and_leaves_nothing(name: str, problem: str, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_rejected_and_leaves_no_file(
+    name: str, problem: str, tmp_path: Path
+) -> None:
     with pytest.raises(OSError, match=f"{problem}.*; give the name of an HTML file"):
         write_page(small_history(), tmp_path / name)
     assert list(tmp_path.parent.glob("*.partial")) + list(tmp_path.iterdir()) == []
@@ -624,7 +631,7 @@ def test_the_page_draws_the_formats_of_the_forecast() -> None:
     program = (ASSETS / "main.js").read_text(encoding="utf-8")
     (line,) = [line for line in program.splitlines() if line.startswith("const FORMATS")]
     assert re.findall(r'\["(\w+)", "', line) == list(FORMATS)
-    assert program.count("precisionCard()") == 2  # where it is made, and where it is put
+    assert program.count("precisionCard()") == 2  # its definition and its use
 
 
 def test_the_page_spells_layers_as_alerts_do_and_keys_with_slashes() -> None:
@@ -636,7 +643,7 @@ def test_the_page_spells_layers_as_alerts_do_and_keys_with_slashes() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_rows_of_samples_of_long_ago_place_the_users_own_where_they_are(every: int) -> None:
+def test_the_users_rows_have_the_right_steps_if_samples_are_much_older_than_their_rows(every: int) -> None:
     """The default cadence: a row is flushed at every 50th step, and its last sample may be 40 steps old."""
     placed, sampled = np.array([49.0, 149, 249, 449, 699]), np.array([10.0, 120, 250, 410, 660])
     own = np.arange(0.0, 700 / every)

@@ -24,7 +24,7 @@ SIMULATIONS = {
 
 
 def lab(rgb: object, eyes: str) -> np.ndarray:
-    """CIELAB of sRGB colours 0 to 255 as these eyes see them: [N, 3]."""
+    """Convert sRGB colours (0 to 255) to CIELAB as people with this colour vision see them: [N, 3]."""
     srgb = np.atleast_2d(np.asarray(rgb, dtype=np.float64)) / 255
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
     seen = np.clip(linear @ np.asarray(SIMULATIONS[eyes]).T, 0, 1)
@@ -40,32 +40,32 @@ def colours(name: str) -> list[list[int]]:
 
 
 def line_colours() -> list[list[list[int]]]:
-    """Those of the light theme, and those of the dark one."""
+    """Return the colours of the light theme, and those of the dark theme."""
     found = re.findall(r"--line-\d: #([0-9a-f]{6});", STYLE)
     rgb = [[int(one[place : place + 2], 16) for place in (0, 2, 4)] for one in found]
     return [rgb[:8], rgb[8:]]
 
 
 @pytest.mark.parametrize("eyes", SIMULATIONS)
-def test_more_is_lighter_for_everybody(eyes: str) -> None:
+def test_larger_values_are_lighter_for_every_colour_vision(eyes: str) -> None:
     assert (np.diff(lab(colours("SEQUENTIAL"), eyes)[:, 0]) > 3).all()
 
 
 @pytest.mark.parametrize("eyes", SIMULATIONS)
 @pytest.mark.parametrize("name", ["DIVERGING_LIGHT", "DIVERGING_DARK"])
-def test_both_sides_of_the_usual_are_told_apart(name: str, eyes: str) -> None:
+def test_values_above_and_below_the_usual_can_be_distinguished(name: str, eyes: str) -> None:
     seen = lab(colours(name), eyes)
     middle = len(seen) // 2
     away = np.linalg.norm(seen - seen[middle], axis=1)
     assert (np.diff(away[middle:]) > 0).all()
     assert (np.diff(away[: middle + 1]) < 0).all()
-    # A difference of 2.3 can just be seen; these are beside each other in no picture, and told by memory.
+    # A difference of 2.3 can just be seen side by side. These colours are compared from memory.
     assert np.linalg.norm(seen[0] - seen[-1]) > 25
 
 
 @pytest.mark.parametrize("eyes", SIMULATIONS)
 @pytest.mark.parametrize("theme", [0, 1])
-def test_lines_are_told_apart(theme: int, eyes: str) -> None:
+def test_lines_can_be_distinguished(theme: int, eyes: str) -> None:
     seen = lab(line_colours()[theme], eyes)
     assert len(seen) == 8
     # A difference of 2.3 can just be seen between areas side by side; thin lines need several times that.

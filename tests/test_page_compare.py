@@ -25,7 +25,7 @@ LAYERS = ("a", "b", "c")
 def run_of(
     seed: int = 0, *, every: int = 10, last: int = 400, layers: tuple[str, ...] = LAYERS, **more: Any
 ) -> RunHistory:
-    """Norms that jump by 20 % from step to step, each around 1; a window's largest in every row."""
+    """Return a run whose norms scatter by 20 % around 1; each row has the largest norm of its window."""
     norms = np.exp(0.2 * np.random.default_rng(seed).normal(size=(len(layers), last)))
     steps = np.arange(every, last + 1, every)
     values = {
@@ -35,7 +35,7 @@ def run_of(
 
 
 def changed(history: RunHistory, name: str, at: slice, value: Any) -> RunHistory:
-    """The run with other values of one key from one row to another."""
+    """Return the run with other values of one key in these rows."""
     values = {key: column.copy() for key, column in history.values.items()}
     values.setdefault(name, np.zeros(len(history.steps)))[at] = value
     return replace(history, values=values)
@@ -52,7 +52,7 @@ def test_runs_that_differ_by_chance_alone_are_alike(seed: int) -> None:
 
 @pytest.mark.parametrize(("every", "last"), [(10, 400), (40, 400), (10, 200), (20, 280)])
 def test_the_same_training_is_equal_whatever_its_cadence_and_length(every: int, last: int) -> None:
-    # The largest norm of 20 steps is the larger one of twice 10: windows of the coarser run, in the steps of both.
+    # The largest norm of 20 steps is the larger one of two windows of 10 steps; both runs use the coarser windows.
     short = run_of(0, last=400, every=every)
     rows = short.steps <= last
     short = replace(short, steps=short.steps[rows], values={key: value[rows] for key, value in short.values.items()})
@@ -66,11 +66,17 @@ def test_the_same_training_is_equal_whatever_its_cadence_and_length(every: int, 
 @pytest.mark.parametrize(
     ("key", "rows", "value", "step", "how"),
     [
-        # Scatter of the largest of 10: below 0.15 in the logarithm, so that a factor of 4 lies beyond 5 of them.
+        # The logarithm of the largest of 10 norms scatters by less than 0.15, so a factor of 4 is more than 5 scatters.
         ("grad_norm_max/b", slice(20, None), 6.0, 210, r"is [3-6]\.?\d* times as large in B"),
         ("grad_norm_max/b", slice(20, 23), 0.1, 210, r"is 1\d\.?\d* times as large in A"),
-        ("grad_norm_max/b", slice(20, 21), 5e3, 210, r"is .*e\+03 times as large in B"),  # one window is enough
-        ("grad_norm_max/b", slice(20, 21), 6.0, None, ""),  # an outlier that any run may have
+        (
+            "grad_norm_max/b",
+            slice(20, 21),
+            5e3,
+            210,
+            r"is .*e\+03 times as large in B",
+        ),  # a single window is enough for so large a difference
+        ("grad_norm_max/b", slice(20, 21), 6.0, None, ""),  # a single outlier of this size may occur in any run
         ("grad_norm_max/b", slice(20, 21), np.nan, None, ""),
         ("grad_norm_max/b", slice(20, 23), np.nan, 210, "is missing in B alone"),
         ("grad_norm_max/b", slice(20, 23), 0.0, 210, "is 0 in B alone"),
@@ -104,7 +110,7 @@ def test_a_loss_scaler_that_skips_an_overflow_does_not_part_runs() -> None:
     assert compare(run_of(0), second).parting is None
 
 
-def test_layers_of_one_run_alone_and_another_verdict_are_told() -> None:
+def test_layers_of_only_one_run_and_different_verdicts_are_reported() -> None:
     found = compare(run_of(0), run_of(1, layers=("a", "b", "d")))
     assert (found.names, found.only) == (["a", "b"], (["c"], ["d"]))
     assert not found.alike
@@ -120,13 +126,13 @@ def test_layers_of_one_run_alone_and_another_verdict_are_told() -> None:
 
 def test_settings_are_compared_by_their_dotted_names() -> None:
     first: dict[str, Any] = {"lr": 0.1, "model": {"depth": 4, "width": 8}, "seed": 0}
-    first["gradwatch"], ours = {"names": ["a"]}, {"gradwatch": {"names": ["b"]}}  # told as layers, not as a setting
+    first["gradwatch"], ours = {"names": ["a"]}, {"gradwatch": {"names": ["b"]}}  # reported as layers, not as a setting
     second: dict[str, Any] = {**ours, "lr": 0.1, "model": {"depth": 6, "width": 8}, "clip": 1.0, "seed": 0}
     assert differing_settings(first, second) == {"clip": [None, 1.0], "model.depth": [4, 6]}
 
 
 def watched(training: Training, num_steps: int = 100) -> RunHistory:
-    """The history that a run of this training would hold."""
+    """Return the history of a run of this training."""
     memory = MemorySink()
     with watch(training.model, sinks=[memory], sample_every=1, log_every=5):
         for step in range(1, num_steps + 1):
@@ -155,7 +161,7 @@ def test_the_verdict_names_the_fault_of_a_training(fault: str) -> None:
     verdict = judge(watched(FAULTS[fault]()))
     assert verdict.mood != "good"
     named = [one for one in FAULTS if one in verdict.text]
-    assert min(named, key=verdict.text.index) == fault, verdict.text  # another may be left open, behind the right one
+    assert min(named, key=verdict.text.index) == fault, verdict.text  # another cause may be named after the right one
 
 
 def test_another_seed_is_alike_and_a_jump_of_the_learning_rate_is_found_in_its_window() -> None:
@@ -168,7 +174,7 @@ def test_another_seed_is_alike_and_a_jump_of_the_learning_rate_is_found_in_its_w
     assert jumped.parting.step == 65
 
 
-def test_the_page_of_several_runs_carries_the_first_beside_each_of_the_others() -> None:
+def test_the_page_of_several_runs_compares_the_first_with_each_of_the_others() -> None:
     loss = {"loss": OwnSeries(np.arange(1.0, 401), np.ones(400)), "accuracy": OwnSeries(np.ones(1), np.ones(1))}
     second = changed(run_of(1, own=loss, config={"lr": 3}), "grad_norm_max/b", slice(20, None), 50.0)
     content, _ = build_comparison(
@@ -176,7 +182,10 @@ def test_the_page_of_several_runs_carries_the_first_beside_each_of_the_others() 
     )
     assert [pair["alike"] for pair in content["pairs"]] == [False, True]
     assert (content["pairs"][0]["step"], content["pairs"][0]["name"]) == (210, 1)
-    assert [strip["label"] for strip in content["strips"]] == ["gradient norm", "loss"]  # what all of them have
+    assert [strip["label"] for strip in content["strips"]] == [
+        "gradient norm",
+        "loss",
+    ]  # the scalars that all runs have
     assert content["settings"] == [["lr", "1", "3", "not set"]]
     with pytest.raises(ValueError, match="9 runs are too many"):
         build_comparison([run_of(seed) for seed in range(MAX_RUNS + 1)])

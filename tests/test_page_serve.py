@@ -47,7 +47,7 @@ def test_the_address_with_its_token_has_the_page_and_its_data(server: PageServer
     assert server.fetched == 2
 
 
-def test_nobody_else_is_answered(server: PageServer) -> None:
+def test_other_requests_are_rejected(server: PageServer) -> None:
     page, here = f"/{server.token}/", f"{LOOPBACK}:{server.server_port}"
     assert server.address == f"http://{here}{page}"
     assert len(server.token) >= 20
@@ -57,4 +57,4 @@ def test_nobody_else_is_answered(server: PageServer) -> None:
         assert ask(server, page, **headers) == (403, "Only pages of this very address are answered.")
     assert ask(server, page, Origin=f"http://{here}")[0] == 200
     assert ask(server, page, method="POST")[0] == 501
-    assert server.server_address[0] == "127.0.0.1"  # and no other interface
+    assert server.server_address[0] == "127.0.0.1"  # no other interface

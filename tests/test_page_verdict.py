@@ -24,7 +24,7 @@ def said(title: str, step: int, cause: str, level: str = "ERROR") -> RecordedAle
 def run_of(
     *alerts: RecordedAlert, norm: object = CALM, loss: dict[int, float] | None = None, **more: object
 ) -> RunHistory:
-    """300 steps, a row of gradients every 10; a loss of 2.5 but at the given steps."""
+    """Return a run of 300 steps with a row of gradients every 10; the loss is 2.5 except at the given steps."""
     values = {"gradwatch/grad_norm_max": np.asarray(norm), **more.pop("values", {})}  # type: ignore[dict-item]
     own_steps = np.arange(1.0, 301)
     own = {"loss": OwnSeries(own_steps, np.array([(loss or {}).get(int(step), 2.5) for step in own_steps]))}
@@ -32,7 +32,7 @@ def run_of(
 
 
 def at(row: int, value: float, until: int | None = None) -> np.ndarray:
-    """Ones, but from one row to another, or in one alone."""
+    """Return ones, with another value in the given rows."""
     norm = CALM.copy()
     norm[row : row + 1 if until is None else until] = value
     return norm
@@ -45,9 +45,15 @@ NAN = (
 )
 
 
-MOODS = {"Broke": "bad", "NaN": "bad", "Ended": "bad", "Unusual": "careful", "Healthy": "good"}  # by the first word
+MOODS = {
+    "Broke": "bad",
+    "NaN": "bad",
+    "Ended": "bad",
+    "Unusual": "careful",
+    "Healthy": "good",
+}  # by the first word of the sentence
 SENTENCES: dict[str, RunHistory] = {
-    # The window of steps 151 to 160 is row 15; the row of step 170 is the first without its traces.
+    # The window of steps 151 to 160 is row 15; the row of step 170 is the first with usual norms again.
     "Broke at step 151: learning rate too high; NaN or Inf from 156; recovered by 170": run_of(
         EXPLOSION,
         said("Parameters grow too fast", 153, "learning rate too high (35 %)"),
@@ -71,7 +77,7 @@ SENTENCES: dict[str, RunHistory] = {
         said("Initial weights", 1, "poor initialisation", "WARN"),
         said("No gradient", 100, "frozen or unused layers (a, b)"),
     ),
-    # No rule was asked, and what was logged says it all the same: the row of steps 41 to 50.
+    # Without any alert, the logged values show it: the row of steps 41 to 50.
     "NaN or Inf from step 50; recovered by 60": run_of(values={"gradwatch/num_nan": at(4, 7) - 1}, norm=at(4, np.nan)),
     "Ended early: 300 steps, no warning from the gradients; the process ended with exit code 1": run_of(exit_code=1),
     "Healthy: 300 steps, nothing unusual": run_of(),
@@ -83,18 +89,18 @@ SENTENCES: dict[str, RunHistory] = {
 
 
 @pytest.mark.parametrize("text", SENTENCES)
-def test_one_sentence_says_what_became_of_the_training(text: str) -> None:
+def test_one_sentence_describes_the_training(text: str) -> None:
     verdict = judge(SENTENCES[text])
     assert (verdict.mood, verdict.text) == (MOODS[text.split()[0].rstrip(":")], text)
     assert build_payload(SENTENCES[text])[0]["verdict"] == {"mood": verdict.mood, "text": text}
 
 
-def test_a_loss_scaler_that_skips_what_overflows_is_at_work_and_not_broken() -> None:
+def test_a_loss_scaler_that_skips_overflows_is_no_accident() -> None:
     values = {"gradwatch/num_inf": at(4, 7) - 1, "gradwatch/num_skipped_steps": at(4, 2) - 1}
     assert judge(run_of(values=values)) == judge(run_of())
 
 
-def test_a_text_without_a_cause_is_told_by_its_title() -> None:
+def test_an_alert_without_a_cause_is_described_by_its_title() -> None:
     assert cause_of(RecordedAlert("Head too large", "head.weight has a norm of 12", "WARN", 3)) == "head too large"
     assert cause_of(RecordedAlert("NaN gradient", "12 elements", "ERROR", 3)) == "NaN gradient"
 
