@@ -50,8 +50,7 @@ class _MetricRule(ShippedRule, ABC):
 
     def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
         """Return the values to check by name: [S]."""
-        split = ((keys.split_metric(key), values_S) for key, values_S in snapshot.metrics.items())
-        return {parts[1]: values_S for parts, values_S in split if parts and parts[::2] == self.metric}
+        return _by_name(snapshot, *self.metric)
 
     @abstractmethod
     def _judge(self, name: str, value: float, step: int) -> Any:
@@ -67,6 +66,12 @@ class _MetricRule(ShippedRule, ABC):
 
     def _fact(self, found: Mapping[str, Any], said: Mapping[str, Any]) -> str:
         return self.fact.format(**said)
+
+
+def _by_name(snapshot: Snapshot, family: str, metric: str) -> dict[str, FloatArray]:
+    """Return a metric's values by name: [S]."""
+    split = ((keys.split_metric(key), values_S) for key, values_S in snapshot.metrics.items())
+    return {parts[1]: values_S for parts, values_S in split if parts and parts[::2] == (family, metric)}
 
 
 def _said(told: Any) -> Any:
@@ -292,15 +297,11 @@ class RanksDisagree(Remembers):
     )
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        num_apart_S = snapshot.metrics.get(f"{keys.RANKS}/all/{keys.APART}", np.full(len(snapshot), np.nan))
-        of_rank = {
-            int(parts[1].removeprefix("rank_")): values
-            for key, values in snapshot.metrics.items()
-            if (parts := keys.split_metric(key)) and parts[::2] == (keys.RANKS, keys.APART) and parts[1] != "all"
-        }
+        apart = _by_name(snapshot, keys.RANKS, keys.APART)
+        num_apart_S = apart.pop("all", np.full(len(snapshot), np.nan))
         for sample, num_apart in enumerate(num_apart_S.tolist()):
             if num_apart == num_apart:
-                self._apart = sorted(rank for rank, values in of_rank.items() if values[sample] == 1)
+                self._apart = sorted(int(name.removeprefix("rank_")) for name in apart if apart[name][sample] == 1)
             if self._apart:
                 which, step = listing(self._apart, lambda rank: f"rank {rank}"), int(snapshot.steps[sample])
                 fact = f"Step {step}: the parameters of {which} are not those that most ranks have."
