@@ -427,6 +427,21 @@ def test_several_numbers_under_one_key_never_shift_the_values_of_other_keys(said
     assert len([text for text in said() if "Vector" in text and "failed and is dropped" in text]) == 1
 
 
+@pytest.mark.parametrize("probe", [Activations, Updates])
+def test_a_probe_that_still_measures_another_model_raises_a_warning(probe, said):
+    first, second, shared = nn.Linear(2, 2), nn.Linear(2, 2), [probe()]
+    watcher, _ = watch(first, shared)
+    watcher, _ = watch(first, shared)  # replaces the first watcher
+    assert not any("another watched model" in text for text in said())
+    watcher.remove()
+    watcher, _ = watch(first, shared)
+    other, _ = watch(second, shared)
+    [text] = [text for text in said() if "another watched model" in text]
+    assert f"make a new {probe.__name__} for each model" in text
+    watcher.remove()
+    other.remove()
+
+
 def test_nothing_keeps_the_model_alive():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     metrics = [Activations(), Updates(), Metric("x", norm), Metric("y", norm, on="activation")]

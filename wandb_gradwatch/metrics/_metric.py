@@ -195,7 +195,7 @@ def probes_of(
                     "them another name, or leave it out"
                 )
     for probe in probes:
-        probe.bind(bound)
+        probe.move_to(bound)
     return list(probes)
 
 

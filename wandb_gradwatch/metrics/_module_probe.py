@@ -41,6 +41,7 @@ class ModuleProbe(Probe):
     may_be_several: ClassVar[bool] = True
     _match = Match(None, "")
     _said: frozenset[str] = frozenset()
+    _models = ModuleIndex()  # that it measures; none before watch() and after close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._match!r})"
@@ -60,6 +61,20 @@ class ModuleProbe(Probe):
                 tensor.name,
             )
         return tensor.is_whole
+
+    def move_to(self, models: ModuleIndex) -> None:
+        """Call `bind`, and warn if the probe still measures another model, whose values would be lost or mixed."""
+        here = [model for _, model in models.alive()]
+        if any(all(model is not one for one in here) for _, model in self._models.alive()):
+            kind = type(self).__name__
+            logger.warning(
+                "wandb_gradwatch: %r measures another watched model; make a new %s for each model.", self, kind
+            )
+        self._models = models
+        self.bind(models)
+
+    def close(self) -> None:
+        self._models = ModuleIndex()
 
     def bind(self, models: ModuleIndex) -> None:
         """Called once by watch(), before any hook exists: check the arguments against the models, and raise errors."""
@@ -313,4 +328,5 @@ class ForwardProbe(ModuleProbe):
             self._tap.open()
 
     def close(self) -> None:
+        super().close()
         self._tap.remove()
