@@ -320,6 +320,20 @@ def test_metrics_of_gradients_are_told_of_a_scale_by_hand():
     assert snapshot.metrics["gradient/b/largest"].tolist() == [4] * 6
 
 
+def test_a_scaler_that_stepped_before_watching_ended_is_forgotten():
+    """Pre-training with a scaler, then fine-tuning without one: the optimizer and the scaler still exist."""
+    model = Chosen(a=1)
+    optimizer, scaler = SGD(model.parameters(), lr=0.0), scaler_of()
+    watcher, _ = watch(model)
+    amp_step(model, optimizer, scaler, a=[3])
+    watcher.remove()
+    largest = Metric("largest", lambda gradient: gradient.abs().max(), on="gradient")
+    watcher, sink = watch(model, metrics=[largest])
+    for _ in range(3):
+        step(model, optimizer, a=[3])
+    assert samples(watcher, sink).metrics["gradient/a/largest"].tolist() == [3] * 3
+
+
 def test_clipping_after_a_scale_was_divided_out_by_hand_is_seen():
     snapshot = scaled_by_hand(divide_in_place, loss_scale=1024, clip=1.0)
     assert snapshot.total_grad_norm.tolist() == [5] * 6

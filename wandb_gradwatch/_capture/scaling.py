@@ -97,7 +97,7 @@ class GradScalers(Listeners):
 
     def _uninstall(self) -> None:
         super()._uninstall()
-        self.last_used = None
+        self.last_used, self._known = None, WeakKeyDictionary()  # what steps which optimizer is not seen from now on
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled():
