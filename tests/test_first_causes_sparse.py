@@ -228,3 +228,18 @@ def test_few_losses_show_one_that_falls_through_0_faster_than_ever(losses, is_to
     steps, before = (*range(1, 11), 30, 50, 70, 90), [2.0 - 0.03 * step for step in (*range(1, 11), 30, 50)]
     alerts = list(LossSpike().check(history_of(steps, {"a.weight": [1.0] * 14}, losses=[*before, *losses])))
     assert [(alert.title, alert.step) for alert in alerts] == [("Loss below 0", 90)] * is_told
+
+
+def test_a_norm_that_grew_steadily_has_not_jumped_between_the_last_two_samples():
+    # A tenth per step: 6.7-fold in the 20 steps between the last two samples, which alone looks like a bad batch.
+    steps = (*range(1, 41), 60)
+    history = history_of(steps, {"a.weight": [1.1**step for step in steps]}, losses=[1.0] * 41)
+    assert "one bad batch" not in [found.cause for found in diagnose(history) if found.confidence > 0.7]
+
+
+def test_a_warm_up_that_is_not_felt_has_not_made_a_weight_nan():
+    rates, steps = [0.01 * step for step in range(1, 11)], range(1, 12)
+    for broken in (False, True):
+        weights = [1.0] * 10 + [np.nan if broken else 1.0]
+        history = history_of(steps, {"a.weight": [1.0] * 11}, weights=weights, rates=[*rates, 0.1])
+        assert ("learning rate too high" in [found.cause for found in diagnose(history)]) == (not broken)

@@ -101,7 +101,7 @@ class Evidence:
         """
         if self.onset is None or not self.onset.ordinary_update or self.rate_rise is not None:
             return False
-        if self.parameters.was_moving(self.onset.sample):
+        if self.parameters.was_moving(self.onset.sample) or (self.growth and self.growth[1] >= self.onset.sample):
             return False
         changes, samples = self.parameters.changes
         moved = samples[(changes > _FAR) & (samples >= self.onset.sample)]

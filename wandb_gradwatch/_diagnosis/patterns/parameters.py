@@ -64,6 +64,8 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         has_leapt = parameters.leap is not None or parameters.change_from(rose.sample) > MAX_LEAP
         has_leapt = has_leapt or parameters.factor_since(rose.since) > _FAR_SINCE
         is_felt = parameters.is_moving or has_leapt or parameters.jump or evidence.growth
+        if evidence.is_broken(-1) and not is_felt:
+            return None  # nothing shows that the rise has broken the parameters
         rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up rises, too
         is_seen = bool(is_felt) and rose.at_once
         # An explosion saturates and kills units: dead units right after it are its consequence.
