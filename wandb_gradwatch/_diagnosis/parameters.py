@@ -18,7 +18,7 @@ from ..snapshot import Snapshot, keys
 
 _MAX_MOVEMENT: Final = 0.08
 _MAX_FIRST_MOVEMENT: Final = 0.15
-_FIRST_STEPS: Final = 5
+FIRST_STEPS: Final = 5
 MAX_LEAP: Final = 0.5
 # Change of the parameters' norm by one update; a healthy update makes a tenth of it once a run is under way.
 _MIN_JUMP: Final = 0.005
@@ -91,7 +91,7 @@ class Parameters:
 
     def _movement_limit(self, samples_N: npt.NDArray[np.int64]) -> FloatArray:
         """Return the speed allowed from these samples on: [N]. The first steps of adaptive optimizers are large."""
-        return np.where(self._history.steps[samples_N] <= _FIRST_STEPS, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
+        return np.where(self._history.steps[samples_N] <= FIRST_STEPS, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
 
     @cached_property
     def leap(self) -> int | None:

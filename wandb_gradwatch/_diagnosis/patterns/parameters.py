@@ -22,7 +22,7 @@ from ..causes import (
     Diagnosis,
 )
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
-from ..parameters import MAX_LEAP
+from ..parameters import FIRST_STEPS, MAX_LEAP
 
 _MULTIPLIED: Final = 10.0  # multiple of the usual loss and gradient; less may be an unusual batch
 _ALIKE: Final = 2.0  # largest ratio between the factors of the loss and of all layers
@@ -30,7 +30,6 @@ _LOWER: Final = 1.2  # multiple of the lowest loss, below 0; less may be due to 
 _FAR_LOWER, _FEW = 10.0, 4  # the same for a loss and a gradient that grew together, after so many samples
 _OR_RATE: Final = "a learning rate that is too high; whether the loss has a lower bound tells them apart"
 _FAR_SINCE: Final = 2.0  # factor of the parameters' norm since a learning rate began to rise: the rise is felt
-_FIRST_STEPS: Final = 5
 _TOO_SMALL: Final = 0.04  # share of the size that preserves a signal
 _MIN_ELEMENTS: Final = 16  # smaller parameters are scales, which may begin anywhere
 _INITIALISE: Final = "initialise with torch.nn.init.kaiming_normal_ or xavier_uniform_"
@@ -122,7 +121,7 @@ def _update(evidence: Evidence, sample: int) -> tuple[str, str, str]:
 def _or_scale(evidence: Evidence, remedy: str, sample: int, later: str) -> tuple[str, str]:
     """Return the remedy and the rival of a high learning rate that did not rise, by the step where its effect began."""
     rival = _UPHILL if later == _NEW_SCALE and evidence.loss_only_rises else later
-    if evidence.step(sample) <= _FIRST_STEPS:
+    if evidence.step(sample) <= FIRST_STEPS:
         is_deep = len(evidence.parameters.gains) >= DEEP
         rival = (_FIRST_DEPTH if is_deep else _FIRST_SCALE) if evidence.first_ratio > 1 else ""
     other = "check the sign of the loss" if rival == _UPHILL else ""
@@ -195,7 +194,7 @@ def _run_away(evidence: Evidence) -> tuple[str, int, int, float] | None:
         return f"the gradient norm grew {number(growth.factor)}x up to step {evidence.step(last)}", begins, last, _LOWER
     if evidence.parameters.is_moving and evidence.parameters.movement is not None:
         change, begins = evidence.parameters.movement
-        if begins < _FIRST_STEPS and not evidence.is_loss_above_0(begins + 1):
+        if begins < FIRST_STEPS and not evidence.is_loss_above_0(begins + 1):
             return None  # a loss that begins below 0 falls further with the first large updates, whatever its sign
         words = f"the parameters' norm changed by {number(100 * change)} % per step or more"
         return words, begins, len(evidence.loss_S) - 1, _LOWER

@@ -12,6 +12,7 @@ from ..._analysis.formatting import listing, number
 from ..._analysis.layers import cancelled_biases
 from ..causes import DEAD_UNITS, DYING, FROZEN, LARGE_DATA, SCALE, UNDERFLOW, Diagnosis
 from ..evidence import Evidence
+from ..parameters import FIRST_STEPS
 from .parameters import initialisation
 
 # S samples, P watched parameters, L modules, N newest clean samples
@@ -100,8 +101,10 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
         return Diagnosis(DYING, 0.75, words, remedy, _LARGE)
     if one_by_one is None:
         rival = f"{DYING}; a run with sample_every=1 tells them apart"
-    # Parameters that move too far kill units: then their speed is the first cause.
-    return Diagnosis(DEAD_UNITS, 0.65 if evidence.parameters.is_moving else 0.75, words, remedy, rival)
+    # Parameters that move too far kill units: then their speed is the first cause. Small ones may do so at first.
+    movement = evidence.parameters.movement if evidence.parameters.is_moving else None
+    is_consequence = movement is not None and evidence.step(movement[1]) > FIRST_STEPS
+    return Diagnosis(DEAD_UNITS, 0.65 if is_consequence else 0.75, words, remedy, rival)
 
 
 def frozen(evidence: Evidence) -> Diagnosis | None:
