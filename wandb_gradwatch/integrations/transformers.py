@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from .._capture.parameter_registry import with_prefixes
-from ..metrics._forward_hooks import ROOT, ForwardHook, ModuleIndex
+from ..metrics._forward_hooks import ROOT, ForwardHooks, ModuleIndex
 from ..snapshot import keys
 from ._session import Session, Watching, active_run, is_due, named, require
 
@@ -73,7 +73,7 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
         self.log_every = log_every
         self.per_layer = per_layer
         self._run = run
-        self._forwards: ForwardHook | None = None  # set during training
+        self._forwards: ForwardHooks | None = None  # set during training
         self._share_of: int = 1  # the factor for the loss of a micro-batch that is a share of the whole loss
 
     # The Trainer has no event for exceptions: after one, the watcher stays until the next training or the model's end.
@@ -138,7 +138,7 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
         if self.watcher is not None and args.n_gpu <= 1:
             # The Trainer multiplies the loss by this factor after the forward.
             self._share_of = args.world_size if args.average_tokens_across_devices else 1
-            self._forwards = ForwardHook(type(self).__name__, ModuleIndex(with_prefixes(model)))
+            self._forwards = ForwardHooks(type(self).__name__, ModuleIndex(with_prefixes(model)))
             self._forwards.hook(lambda name, _: name == ROOT, self._forward_done)
             self._forwards.open()
 

@@ -99,7 +99,7 @@ class Activations(ForwardProbe):
         modules = dict(models.modules())
         # The ids of the models' parameters identify their optimizer, and so the gradient scaler.
         self._parameters = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-        self.tap_into(models)
+        self.hook_into(models)
         if not any(map(hands_over, modules.values())):
             self._match.require("module", modules)
 
@@ -123,8 +123,8 @@ class Activations(ForwardProbe):
 
     def _backward_reached(self, name: str, path: str, gradient: Tensor) -> None:
         """Measure the gradient of an output, which the backward continues with unchanged."""
-        if self._tap.is_open:
-            self._tap.boundary.run(self._add_gradient, name, path, gradient)
+        if self._hooks.is_open:
+            self._hooks.boundary.run(self._add_gradient, name, path, gradient)
 
     def _add_gradient(self, name: str, path: str, gradient: Tensor) -> None:
         scale = scale_tensor(SCALERS.scaler_for(self._parameters))
@@ -146,7 +146,7 @@ class Activations(ForwardProbe):
 
     def take(self) -> Mapping[str, Found]:
         # In the order of the forward: re-entrant checkpointing measures its blocks in the order of the backward.
-        read = self._rows.read(lambda name: self._tap.order[self._source[name]])
+        read = self._rows.read(lambda name: self._hooks.order[self._source[name]])
         return {f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in read}
 
 

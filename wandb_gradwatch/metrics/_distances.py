@@ -18,7 +18,7 @@ from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from .._runtime.wrappers import unwrapped
 from ..snapshot import keys
-from ._forward_hooks import ForwardHook, Match, ModuleIndex, logger
+from ._forward_hooks import ForwardHooks, Match, ModuleIndex, logger
 from ._metric import Metric
 from ._module_probe import ForwardProbe, Layout, ParameterProbe
 from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
@@ -143,7 +143,7 @@ class Reference(ForwardProbe):
         names = (DIFFERENCE, RELATIVE, *self._functions)
         self.logs = frozenset((family, name) for family in families for name in names)
         self._prefix = ""
-        self._reference_tap = ForwardHook(self, ModuleIndex(), when="always")
+        self._reference_hooks = ForwardHooks(self, ModuleIndex(), when="always")
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's outputs: by module, per call
         self._parameters_done: set[str] = set()
         # [2] by key and function: the sum of the function's values and their number; for the function "" the sums of
@@ -164,9 +164,9 @@ class Reference(ForwardProbe):
         self._match.require("parameter", names)
         if self._activations is not None:
             self._activations.require("module", dict(models_of.modules()))
-            self.tap_into(models_of)
-            self._reference_tap.models = ModuleIndex([(self._prefix, self._reference)])
-            self._reference_tap.hook(self.sees, self._keep_output)
+            self.hook_into(models_of)
+            self._reference_hooks.models = ModuleIndex([(self._prefix, self._reference)])
+            self._reference_hooks.hook(self.sees, self._keep_output)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
@@ -185,12 +185,12 @@ class Reference(ForwardProbe):
         if self._is_copy and self._reference.training != module.training:
             self._reference.train(module.training)
         devices = sorted({p.device.index for p in self._frozen.values() if p.is_cuda})
-        self._reference_tap.open()
+        self._reference_hooks.open()
         try:
             with torch.random.fork_rng(devices):
                 self._reference(*args, **kwargs)
         finally:
-            self._reference_tap.shut()
+            self._reference_hooks.shut()
 
     def _keep_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._outputs.setdefault(name, []).append(dict(tensors_in(output)))
@@ -252,7 +252,7 @@ class Reference(ForwardProbe):
 
     def close(self) -> None:
         super().close()
-        self._reference_tap.remove()
+        self._reference_hooks.remove()
         self._outputs = {}
 
 

@@ -113,7 +113,7 @@ class Match:
         return chosen
 
 
-class ForwardHook:
+class ForwardHooks:
     """Hooks on modules that are open only during the forwards of sampled steps: "training", "evaluation" or "always".
 
     `on_logged` is called with what modules log: the module's name, the object's name, the object, and its named dims.
@@ -153,11 +153,11 @@ class ForwardHook:
     def open(self) -> None:
         self.is_open = not self.boundary.stopped
         if self.is_open and self._on_logged is not None:
-            _open_taps[self] = self._on_logged
+            _open_hooks[self] = self._on_logged
 
     def shut(self) -> None:
         self.is_open = False
-        _open_taps.pop(self, None)
+        _open_hooks.pop(self, None)
 
     def remove(self) -> None:
         self.shut()
@@ -190,19 +190,19 @@ class ForwardHook:
 
 
 class _Hook(TransientHook):
-    def __init__(self, tap: ForwardHook, name: str, seen: SeenOutput, *, is_end: bool) -> None:
-        self._tap, self._name, self._seen, self._is_end = tap, name, seen, is_end
+    def __init__(self, hooks: ForwardHooks, name: str, seen: SeenOutput, *, is_end: bool) -> None:
+        self._hooks, self._name, self._seen, self._is_end = hooks, name, seen, is_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
         # This must be the first check: a compiler that traces the hook then sees a constant and adds no guard.
-        if torch.compiler.is_compiling() or not self._tap.is_open:
+        if torch.compiler.is_compiling() or not self._hooks.is_open:
             return
         if self._is_end:
-            self._tap.order.setdefault(self._name, len(self._tap.order))
-        self._tap.see(lambda: self._seen(self._name, module, args, kwargs, output))
+            self._hooks.order.setdefault(self._name, len(self._hooks.order))
+        self._hooks.see(lambda: self._seen(self._name, module, args, kwargs, output))
 
 
-_open_taps: Final[dict[ForwardHook, SeenThing]] = {}
+_open_hooks: Final[dict[ForwardHooks, SeenThing]] = {}
 
 
 def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
@@ -222,12 +222,12 @@ def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = Non
 def _hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one")
-    if torch.compiler.is_compiling() or not _open_taps:
+    if torch.compiler.is_compiling() or not _open_hooks:
         return
-    for tap, on_logged in tuple(_open_taps.items()):
-        if (of := tap.names.get(module)) is not None:
-            tap.order.setdefault(f"{of}.{name}", len(tap.order))
-            tap.see(partial(on_logged, of, name, thing, dims))
+    for hooks, on_logged in tuple(_open_hooks.items()):
+        if (of := hooks.names.get(module)) is not None:
+            hooks.order.setdefault(f"{of}.{name}", len(hooks.order))
+            hooks.see(partial(on_logged, of, name, thing, dims))
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ class FunctionMetrics(ForwardProbe):
             elif not any(map(hands_over, modules.values())):
                 metric.names.require("module", modules)
         if any(metric.on == keys.ACTIVATION for metric in self._metrics):
-            self.tap_into(models)
+            self.hook_into(models)
 
     def _try_out(self, metric: Metric, chosen: Mapping[str, Tensor]) -> None:
         there = [(name, t) for name, t in chosen.items() if t.numel() and not t.is_meta and local_part(t) is t]

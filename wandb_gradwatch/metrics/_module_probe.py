@@ -24,7 +24,7 @@ from .._capture.probes import Found, Probe, WatchedTensor
 from .._measure.elements import onto
 from .._runtime.sharding import local_part, world_size
 from ..rules import Rule
-from ._forward_hooks import ROOT, ForwardHook, Match, ModuleFilter, ModuleIndex, logger
+from ._forward_hooks import ROOT, ForwardHooks, Match, ModuleFilter, ModuleIndex, logger
 from ._rows import Dims, Store, dense, square_of, widened
 
 # Warn after this many measured updates without a matching forward; fewer could belong to another model, such as the
@@ -244,7 +244,7 @@ class ForwardProbe(ModuleProbe):
         self._match = Match(match, f"{type(self).__name__}()")
         self._in_evaluation = in_evaluation
         when: Any = "evaluation" if in_evaluation else "training"
-        self._tap = ForwardHook(self, ModuleIndex(), on_logged=self.logged, when=when)  # no models before tap_into()
+        self._hooks = ForwardHooks(self, ModuleIndex(), on_logged=self.logged, when=when)  # no models yet
         self._depth = 0  # nesting of forwards of whole models: a model may call itself
         self._handled: BaseException | None = None  # the exception being handled when the outermost forward began
         self._stores: list[Store[Any, Any]] = []
@@ -255,15 +255,15 @@ class ForwardProbe(ModuleProbe):
 
     @property
     def seconds_spent(self) -> float:
-        return self._tap.boundary.seconds_spent
+        return self._hooks.boundary.seconds_spent
 
     def bind(self, models: ModuleIndex) -> None:
-        self.tap_into(models)
+        self.hook_into(models)
         self._match.require("module", dict(models.modules()))
 
-    def tap_into(self, models: ModuleIndex) -> None:
+    def hook_into(self, models: ModuleIndex) -> None:
         """Observe the forwards of these models from the next sample on."""
-        self._tap.models = models
+        self._hooks.models = models
         self._match.look_at(models)
 
     def sees(self, name: str, module: nn.Module) -> bool:
@@ -297,16 +297,16 @@ class ForwardProbe(ModuleProbe):
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._due, self._depth, self._marked = next_step_is_due, 0, {}
         if not (next_step_is_due or self._in_evaluation):
-            self._tap.shut()
+            self._hooks.shut()
             for store in self._stores:
                 store.pending = {}  # the values belong to no sample
             return
-        self._match.look_at(self._tap.models)  # there may be new modules
-        roots = {prefix.removesuffix(".") or ROOT for prefix, _ in self._tap.models.alive()}
-        self._tap.hook(self.sees, self.forward_done)
-        self._tap.hook(lambda name, _: name in roots, self.forward_begins, at="beginning")
-        self._tap.hook(lambda name, _: name in roots, self._forward_ends, at="any end")
-        self._tap.open()
+        self._match.look_at(self._hooks.models)  # there may be new modules
+        roots = {prefix.removesuffix(".") or ROOT for prefix, _ in self._hooks.models.alive()}
+        self._hooks.hook(self.sees, self.forward_done)
+        self._hooks.hook(lambda name, _: name in roots, self.forward_begins, at="beginning")
+        self._hooks.hook(lambda name, _: name in roots, self._forward_ends, at="any end")
+        self._hooks.open()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         self._marked = {}
@@ -315,8 +315,8 @@ class ForwardProbe(ModuleProbe):
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         ForwardProbe.gradients_ready(self, tensors)
-        self._tap.shut()  # the forwards of an optimizer that evaluates its closure again are not measured
-        if not self._due or self._in_evaluation or not self._tap.models.alive():
+        self._hooks.shut()  # the forwards of an optimizer that evaluates its closure again are not measured
+        if not self._due or self._in_evaluation or not self._hooks.models.alive():
             return
         self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
         self._seen_any = False
@@ -325,8 +325,8 @@ class ForwardProbe(ModuleProbe):
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if self._due or self._in_evaluation:
-            self._tap.open()
+            self._hooks.open()
 
     def close(self) -> None:
         super().close()
-        self._tap.remove()
+        self._hooks.remove()
