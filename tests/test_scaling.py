@@ -181,6 +181,20 @@ def test_an_optimizer_without_the_scaler_is_not_divided():
     assert of(snapshot, "b", "grad_norm")[1::2].tolist() == [4, 4, 4]
 
 
+def test_an_optimizer_that_has_stepped_before_any_scaler_was_used_is_known_to_have_none():
+    model = Chosen(a=1, b=1)
+    scaled, plain, scaler = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1), scaler_of()
+    largest = Metric("largest", lambda gradient: gradient.abs().max(), on="gradient", match="b")
+    watcher, sink = watch(model, metrics=[largest])
+    for _ in range(2):
+        model.zero_grad()
+        model.loss(b=[4]).backward()
+        plain.step()
+        amp_step(model, scaled, scaler, a=[3])
+    metrics = samples(watcher, sink).metrics
+    assert metrics["gradient/b/largest"][0::2].tolist() == [4, 4]
+
+
 @pytest.mark.parametrize("scale", [SCALE, 1000.0, None])  # a power of two, none, and a disabled scaler
 def test_norms_histograms_and_the_dead_threshold_are_in_true_units(scale):
     model = Chosen(a=4)

@@ -212,8 +212,7 @@ class Sampler(Listener):
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._by_hand.possible:
             self.parts.optimizer_found()
-        if SCALERS.last_used is not None:
-            SCALERS.steps_of(optimizer).begin()
+        SCALERS.steps_of(optimizer).begin()
         key = self.parts.optimizers.key(optimizer)
         if inside_backward:
             self._hooks.arm(current_graph_task())
