@@ -14,6 +14,7 @@ from wandb_gradwatch.rules import (
     NoGradient,
     PoorInitialisation,
     Rule,
+    UnchangedParameters,
     VanishingGradient,
 )
 from wandb_gradwatch.snapshot import Snapshot
@@ -193,3 +194,15 @@ def test_a_critics_loss_may_rise_beside_that_of_the_actor() -> None:
     samples = together([sample_of(grads[s % 2], step=s) for s in range(300)])
     loss = [(1.0 + 0.01 * (s % 3)) if s % 2 else 0.4 * 1.02 ** (s / 2) for s in range(300)]
     assert levels(LossSpike(), measured(samples, loss=loss)) == []
+
+
+@pytest.mark.parametrize(("norm", "told"), [(2e-6, []), (2e-4, [(12, "ERROR")])])
+def test_an_optimizer_that_stops_at_a_negligible_gradient_has_converged(
+    norm: float, told: list[tuple[int, str]]
+) -> None:
+    """L-BFGS on an image: after step 1 the gradient is a twentieth of the first one, and a millionth of the image."""
+    samples = [
+        sample_of({"a": [20 * norm if s == 1 else norm]}, step=s, parameters={"a": np.array([1.0 if s > 1 else 0.9])})
+        for s in range(1, 16)
+    ]
+    assert levels(UnchangedParameters(), measured(together(samples), learning_rate=[1.0] * 15))[:1] == told

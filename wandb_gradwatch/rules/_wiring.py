@@ -93,8 +93,8 @@ class NegativeLearningRate(ShippedRule):
 class UnchangedParameters(ShippedRule):
     """Raises the alert "Parameters unchanged" if parameters do not change although they have gradients.
 
-    Convergence raises no alert: its gradients are a small part of the largest ones so far, as those of L-BFGS, which
-    had 79 samples without a change.
+    Convergence raises no alert: its gradients are a small part of the largest ones so far, or of the parameters, as
+    those of L-BFGS, which stops by itself and had 79 samples without a change.
 
     The alert covers three faults: no parameter changes by a single bit; one of 64 elements or more does not, while
     others do (a smaller one may be clamped, as CLIP's temperature is); or all change by less than a thousandth of the
@@ -134,6 +134,7 @@ class UnchangedParameters(ShippedRule):
                 continue
             norm = 0.0 if sample.has_nonfinite else sample.norm  # NaN restarts the count; other rules report it
             self._largest = max(self._largest, norm)
+            converged = max(_CONVERGED * self._largest, _NEGLIGIBLE * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]))
             update = self._movement.see(snapshot.names, sample)
             has_changed = update.total_before < update.total_after or update.total_after < update.total_before
             same = not has_changed  # usually False
@@ -142,7 +143,7 @@ class UnchangedParameters(ShippedRule):
                 same_P = now_P == before_P
                 unknown_P = np.isnan(now_P) | np.isnan(before_P)
                 same = bool((same_P | unknown_P).all() and now_P[same_P].any())
-            self._num_unchanged = self._num_unchanged + 1 if same and norm > _CONVERGED * self._largest else 0
+            self._num_unchanged = self._num_unchanged + 1 if same and norm > converged else 0
             if not self._num_unchanged:
                 self._since = self._able = sample.step
             is_first = not same and abs(rate) <= self._last_rate and math.isinf(self._rate)
@@ -287,3 +288,4 @@ _EXACT: Final = 1e-8  # relative error of a norm of 64 float32 elements or more,
 _LOST: Final = 1e-3  # share of the implied update: a healthy training moves some parameter by 0.03
 # Share of the largest norm so far, below which a training may have converged: L-BFGS stops at 1e-5 or less.
 _CONVERGED: Final = 1e-3
+_NEGLIGIBLE: Final = 1e-5  # the same, as a share of the parameters' norm
