@@ -82,23 +82,25 @@ def of_two_optimizers(model: Chosen, optimizer: SGD, gradient: list[float]) -> N
     model.others.step()
 
 
-def train(clock: list[float], update: Update, faulty: list[float], **options):
+def train(clock: list[float], update: Update, faulty: list[float], *, at: int = FAULTY, **options):
     model = Chosen(a=2, b=2)
     own = [model.a] if update is of_two_optimizers else model.parameters()
     optimizer, model.others = SGD(own, lr=0.0), SGD([model.b], lr=0.0)
     watcher, sink = watch(model, **({"sample_every": None, "log_every": 50} | options))
     for number in range(1, STEPS + 1):
         clock[0] += STEP
-        update(model, optimizer, faulty if number == FAULTY else [3, 4])
+        update(model, optimizer, faulty if number == at else [3, 4])
     return samples(watcher, sink)
 
 
+@pytest.mark.parametrize("at", [FAULTY, 350])  # a window ends at step 350
 @pytest.mark.parametrize("update", [plain, accumulated, clipped])
 @pytest.mark.parametrize(("faulty", "norm"), [([300, 400], 500), ([math.inf, 4], 4), ([math.nan, 4], 4), ([0, 0], 0)])
-def test_a_sudden_fault_is_sampled_at_its_own_step(clock, update, faulty, norm):
-    snapshot = train(clock, update, faulty)
+def test_a_sudden_fault_is_sampled_at_its_own_step(clock, update, faulty, norm, at):
+    assert at not in train(clock, update, [3, 4]).steps
+    snapshot = train(clock, update, faulty, at=at)
     assert len(snapshot) < STEPS / 5  # most steps are not sampled
-    (place,) = np.flatnonzero(snapshot.steps == FAULTY)
+    (place,) = np.flatnonzero(snapshot.steps == at)
     assert of(snapshot, "a", "grad_norm")[place] == norm  # before clipping, of the finite elements
     assert of(snapshot, "a", "num_nan")[place] + of(snapshot, "a", "num_inf")[place] == 2 - np.isfinite(faulty).sum()
     assert of(snapshot, "b", "grad_norm")[place] == pytest.approx(math.sqrt(2))

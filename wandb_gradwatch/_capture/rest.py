@@ -38,6 +38,8 @@ class Rest:
         self._parts, self._clock, self._sample, self.boundary = parts, parts.clock, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
         self._chosen: SpotCheck | None = None
+        self._spot_check: SpotCheck | None = None  # the one in use during the rest, and at the step right after it
+        self._last_step = -1  # the last step that the rest counts
         self._check_at = math.inf  # the step of the next check
         self._chosen_for = (-1, -1)  # the registry's version and the optimizer's key for which `_chosen` was chosen
 
@@ -150,6 +152,13 @@ class Rest:
         finds = any([self._finds(one, at_clipping=True) for one in self._makers])
         self.seconds_spent += time.perf_counter() - began
         return finds
+
+    def finds_after_it(self, *, at_clipping: bool) -> bool:
+        """Whether to sample the step right after the rest, which was only to end a window: its gradient is unusual."""
+        is_next = self._clock.step == self._last_step and not self._parts.is_measured
+        if not is_next or self._sample.gradients_change or self._clock.open_step < self._check_at:
+            return False
+        return any([self._finds(one, at_clipping=at_clipping) for one in self._makers])
 
     def _finds(self, optimizer: Optimizer, *, at_clipping: bool) -> bool:
         check = self._spot_check
