@@ -146,6 +146,25 @@ def test_a_forgotten_zero_grad_is_told_at_step_2(make: Callable[..., torch.optim
     assert run(model, advance, steps=5) == [("Gradients not reset", 2)]
 
 
+@pytest.mark.parametrize(("is_assigned", "told"), [(True, []), (False, [("Gradients not reset", 2)])])
+def test_a_gradient_that_is_assigned_after_the_backward_need_not_be_reset(
+    is_assigned: bool, told: list[tuple[str, int]]
+) -> None:
+    """GradNorm assigns the gradient of the losses' weights, which the backward of the network does not reach."""
+    model = Chosen(a=8, b=8)
+    first, second = SGD([model.a], lr=0.01), SGD([model.b], lr=0.01)
+
+    def advance(number: int) -> None:
+        first.zero_grad()
+        (model.a.square().sum() + (0.0 if is_assigned else 1.0) * model.b.square().sum()).backward()
+        first.step()
+        if is_assigned:
+            model.b.grad = torch.full((8,), float(number))
+        second.step()
+
+    assert [found for found in run(model, advance, steps=6) if found[0] == "Gradients not reset"] == told
+
+
 def test_a_forgotten_zero_grad_of_sparse_gradients_is_told_at_step_2() -> None:
     model = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-4)

@@ -153,12 +153,15 @@ class Rest:
         self.seconds_spent += time.perf_counter() - began
         return finds
 
-    def finds_after_it(self, *, at_clipping: bool) -> bool:
-        """Whether to sample the step right after the rest, which was only to end a window: its gradient is unusual."""
+    def check_after_it(self, *, at_clipping: bool) -> None:
+        """Sample the step right after the rest, which was only to end a window, if its gradient is unusual."""
         is_next = self._clock.step == self._last_step and not self._parts.is_measured
         if not is_next or self._sample.gradients_change or self._clock.open_step < self._check_at:
-            return False
-        return any([self._finds(one, at_clipping=at_clipping) for one in self._makers])
+            return
+        if any([self._finds(one, at_clipping=at_clipping) for one in self._makers]):
+            self._parts.schedule.sample_now()
+            self._sample.begin()
+            self._sample.measure_found(self._parts.follow())
 
     def _finds(self, optimizer: Optimizer, *, at_clipping: bool) -> bool:
         check = self._spot_check

@@ -232,7 +232,7 @@ class Sampler(Listener):
             if not self.parts.is_measured:  # a measured step must not take them for what a backward has left
                 self.parts.seen.note(entries)
         self.parts.loss.settle()
-        self._check_after_rest(at_clipping=False)
+        self._rest.check_after_it(at_clipping=False)
         if self.parts.is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
@@ -303,17 +303,10 @@ class Sampler(Listener):
         if self.parts.is_measured:
             self._sample.after_unscale(optimizer)
 
-    def _check_after_rest(self, *, at_clipping: bool) -> None:
-        """Sample the open step if nothing but the end of a window woke the monitor, and its gradient is unusual."""
-        if self._rest.finds_after_it(at_clipping=at_clipping):
-            self._schedule.sample_now()
-            self._sample.begin()
-            self._sample.measure_found(self.parts.follow())
-
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
         try:
             if self.counter is None:
-                self._check_after_rest(at_clipping=True)
+                self._rest.check_after_it(at_clipping=True)
             elif self.counter.finds_at_clipping():
                 self.end_counting()
         except Exception as error:

@@ -21,7 +21,7 @@ from .._runtime.notices import Notice, Notices
 from .._runtime.sharding import local_part
 from .._runtime.steps import parameters_of
 from ..snapshot import keys
-from .gradient_versions import GradientVersions
+from .gradient_versions import REPLACED, GradientVersions
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 
@@ -146,7 +146,10 @@ class Wiring:
         """Record the fact that an optimizer is about to use gradients that were not reset since its last step."""
         carried = self._carried.get(key)
         if carried is not None and carried.seen.slots and carried.nonzero is not None:
-            self._facts[keys.WIRING_CARRIED] = carried.nonzero.double()
+            # Gradients that were assigned after the backward, as GradNorm's are, contain nothing of the step before.
+            writes = carried.seen.writes(self._parameter_registry.scan())
+            if any(number != REPLACED for number in writes.values()):
+                self._facts[keys.WIRING_CARRIED] = carried.nonzero.double()
 
     def _look_for_frozen(self, marked: frozenset[int]) -> None:
         """Scan the model when other parameters get gradients than before: some may be frozen, unfrozen or replaced."""
