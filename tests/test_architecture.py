@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sinks",
     },
     "metrics": {"_interruptions", "_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
+    "_config": {"_capture", "rules", "sinks"},
 }
 _BELOW_WATCHER = set(MAY_IMPORT) - {"_page", "_report", "metrics"}
 MAY_IMPORT["_watcher"] = _BELOW_WATCHER

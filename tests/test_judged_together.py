@@ -217,7 +217,6 @@ def test_a_notable_sample_is_judged_at_its_own_step_with_all_that_wait(notable):
         lambda watcher: watcher.latest,
         lambda watcher: watcher.summary(),
         lambda watcher: watcher.diagnose(),
-        lambda watcher: watcher.note(batch=1),
         lambda watcher: watcher.wait(),
         lambda watcher: watcher.flush(),
         lambda watcher: watcher.state_dict(),

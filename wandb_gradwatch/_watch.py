@@ -22,11 +22,12 @@ from ._capture.cadence import Budget, Cadence, SampleEvery
 from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
 from ._capture.parts import CaptureConfig
 from ._capture.scaling import GivenScale
+from ._config import Config
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, world_size
-from ._watcher import WATCHERS, Config, Watcher
+from ._watcher import WATCHERS, Watcher
 from .metrics._metric import MetricLike, probes_of, rules_of
 from .metrics._parameters import ParameterHistograms
 from .rules import Alert, Rule, default_rules

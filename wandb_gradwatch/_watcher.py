@@ -8,11 +8,10 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from torch import Tensor
 from ._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
-from ._capture.parts import CaptureConfig
 from ._capture.sampler import Sampler
+from ._config import Config
 from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
 from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
@@ -35,9 +34,8 @@ from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank_store, wor
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
-from .rules import Alert, LossScaleCollapse, Rule
+from .rules import Alert, LossScaleCollapse
 from .rules._nonfinite import NONFINITE_TITLES
-from .sinks import Sink
 from .snapshot import Snapshot
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -45,19 +43,6 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 # Ranks that call watch() equally often give a watcher the same number, which identifies whose windows are merged.
 _NUMBERS: Final = itertools.count()
 _REPLAYED: Final = {*NONFINITE_TITLES, LossScaleCollapse.title}  # after these alerts a step is run again
-
-
-@dataclass(frozen=True)
-class Config:
-    """The arguments of watch(), checked and resolved."""
-
-    capture: CaptureConfig  # which steps are measured, and what is measured at them
-    sinks: tuple[Sink, ...]  # receive the snapshots and alerts
-    rules: tuple[Rule, ...]  # raise the alerts
-    on_alert: tuple[Callable[[Alert], object], ...]  # the user's functions, called with every alert that is sent
-    to_terminal: bool  # write error alerts to standard error, and the number of alerts at the end
-    # "trace": run a step again after a NaN or Inf, to name the operation that makes them
-    on_nonfinite: Literal["trace"] | None = None
 
 
 class Watcher:
@@ -198,10 +183,8 @@ class Watcher:
         overhead_ratio = math.nan if newest is None else newest.overhead_ratio
         return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
 
-    @alone
     def note(self, /, **context: object) -> None:
         """Attach values to the open step in the flight recorder, such as `watcher.note(batch=17)`."""
-        self._collect()
         self._dispatcher.recorder.note(self._parts.clock.open_step, **context)
 
     @alone
@@ -349,7 +332,7 @@ class Watcher:
 
     def _collect_some(self) -> None:
         """Deliver what has arrived; the rules may judge it later, together with the next samples."""
-        if self._pipeline.has_any or self._parts.notices or self._found:
+        if self._pipeline.has_work(judge=False) or self._parts.notices or self._found:
             self._collect(judge=False)
 
     def _collect(self, *, judge: bool = True) -> None:
@@ -384,8 +367,7 @@ class Watcher:
             return
         while self._found:
             self._dispatcher.send(self._found.pop(0))
-        has_any = self._pipeline.has_any or (judge and self._pipeline.unjudged.samples)
-        if has_any and not self._boundary.in_forked_child:
+        if self._pipeline.has_work(judge=judge) and not self._boundary.in_forked_child:
             schedule, on_rows = self._parts.schedule, self._dispatcher.pop_seconds()
             self._boundary.seconds_spent += on_rows
             schedule.seconds_on_rows += on_rows

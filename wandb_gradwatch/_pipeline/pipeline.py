@@ -84,10 +84,9 @@ class Pipeline:
         self._sums_sq: deque[float] = deque(maxlen=16)  # squared norms of the last samples
         self._news = News()
 
-    @property
-    def has_any(self) -> bool:
-        """Whether samples or windows may have arrived."""
-        return bool(self._source.sent or self._arrived or self._reducer)
+    def has_work(self, *, judge: bool) -> bool:
+        """Whether samples or windows may have arrived, or, with `judge`, samples wait for the rules."""
+        return bool(self._source.sent or self._arrived or self._reducer or (judge and self.unjudged.samples))
 
     @property
     def newest(self) -> Snapshot | None:

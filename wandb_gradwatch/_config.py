@@ -1,0 +1,24 @@
+"""The arguments of watch() as the watcher gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ._capture.parts import CaptureConfig
+from .rules import Alert, Rule
+from .sinks import Sink
+
+
+@dataclass(frozen=True)
+class Config:
+    """The arguments of watch(), checked and resolved."""
+
+    capture: CaptureConfig  # which steps are measured, and what is measured at them
+    sinks: tuple[Sink, ...]  # receive the snapshots and alerts
+    rules: tuple[Rule, ...]  # raise the alerts
+    on_alert: tuple[Callable[[Alert], object], ...]  # the user's functions, called with every alert that is sent
+    to_terminal: bool  # write error alerts to standard error, and the number of alerts at the end
+    # "trace": run a step again after a NaN or Inf, to name the operation that makes them
+    on_nonfinite: Literal["trace"] | None = None
