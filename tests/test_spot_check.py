@@ -236,3 +236,20 @@ def test_a_rise_is_sampled_in_debt_too_but_once_in_a_thousand_steps():
         if steps.step == 10:
             schedule.sample_now()  # at step 11
     assert covered == [True, False, False, True]
+
+
+def test_a_rise_in_debt_is_sampled_twice_so_that_rules_can_tell_a_spike_from_an_explosion():
+    steps = SampleClock()
+    schedule = Schedule(steps, Cadence(None), Budget(0.01))
+    schedule.start(0.0, 0.0)
+    schedule.add_sample(1, skipped=False, now=2.0, seconds_spent=1.99)  # of a step of 0.01 s
+    steps.step = 10
+    schedule.sample_now()
+    sampled = []
+    for steps.step in range(10, 20):
+        schedule.open()
+        if schedule.is_sampled:
+            number = steps.open_step
+            sampled.append(number)
+            schedule.add_sample(number, skipped=False, now=2.0 + number / 100, seconds_spent=1.99 + number / 1000)
+    assert sampled == [11, 12]

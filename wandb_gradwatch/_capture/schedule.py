@@ -128,7 +128,8 @@ class Schedule:
                 self._plan = self._own_plan
             elif self._plan is _UNPLANNED and self._num_samples >= Budget.FIRST:  # at once if a run is resumed
                 self._plan = Plan(every=Budget.FIRST)  # until the first plan of rank 0 takes effect
-            self._next_sample = self._plan.next_sample(step)
+            # What a spot check has found is sampled twice, even in debt: the second sample shows whether it stays.
+            self._next_sample = step + 1 if step == self._last_found else self._plan.next_sample(step)
         self.last_sample, self.seconds_on_rows, self.seconds_on_counting = step, 0.0, 0.0
 
     def end_window(self, *, must_agree: bool) -> None:
