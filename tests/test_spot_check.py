@@ -199,10 +199,17 @@ class Told:
 
 @pytest.mark.parametrize("faulty", [math.nan, math.inf, 100.0, 1e-5, 0.0, None])
 def test_a_fault_that_stays_is_found_once_and_again_after_a_usual_gradient(faulty):
+    """What follows a level that was found is compared with that level, so that the end of a fall is found too."""
     told = Told(is_covered=True)
     assert told(faulty, faulty) == [True, False]
-    assert told(1.0, 1.0) == [False, False]
+    has_fallen = faulty in (1e-5, 0.0, None)
+    assert told(1.0, 1.0, 1.0) == [has_fallen, False, False]
     assert told(math.nan) == [True]
+
+
+def test_an_explosion_that_is_over_does_not_hide_the_next_one():
+    told = Told(is_covered=True)
+    assert told(1e4, 1e4, 1.0, 1.0, 1e4) == [True, False, True, False, True]
 
 
 def test_a_rise_is_found_as_soon_as_the_budget_covers_a_sample_and_nan_at_once():

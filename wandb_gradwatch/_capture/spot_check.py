@@ -60,7 +60,9 @@ class SpotCheck:
         self._has_told = not is_usual and (self._has_told or finds)
         self._has_told_nonfinite = not is_usual and (self._has_told_nonfinite or not is_finite)
         if is_finite and (is_usual or self._has_told):  # otherwise the norm stays unusual until a sample is covered
-            self._usual, self._num_checks = max(norm, _DECAY * usual), self._num_checks + 1
+            # What was told is usual from now on: the level of an explosion must not hide the next one.
+            self._usual = norm if self._has_told else max(norm, _DECAY * usual)
+            self._num_checks += 1
         seconds = time.perf_counter() - began
         self.seconds_afterwards = _AFTERWARDS * seconds
         self.seconds += 0.1 * (seconds + self.seconds_afterwards - self.seconds)
