@@ -10,7 +10,7 @@ import torch
 
 from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, bins_of
 from wandb_gradwatch.snapshot import Snapshot, keys
-from wandb_gradwatch.snapshot._shapes import concatenate
+from wandb_gradwatch.snapshot._shapes import merge_snapshots
 
 
 def row_of(grad: np.ndarray, parameter: np.ndarray | None = None) -> np.ndarray:
@@ -84,9 +84,7 @@ def measured(snapshot: Snapshot, **metrics: list[float]) -> Snapshot:
 
 def together(samples: Iterable[Snapshot]) -> Snapshot:
     """Concatenate samples to one snapshot."""
-    merged = concatenate(list(samples))
-    assert merged is not None
-    return merged
+    return merge_snapshots(list(samples))
 
 
 def random_samples(seed: int, num: int = 60) -> list[Snapshot]:

@@ -15,9 +15,10 @@ from windows import MISSING_C
 
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column, histogram_edges
 from wandb_gradwatch._measure.measure import measure
+from wandb_gradwatch.sinks import MemorySink
 from wandb_gradwatch.snapshot import Snapshot
 from wandb_gradwatch.snapshot._arrays import last_present
-from wandb_gradwatch.snapshot._shapes import concatenate, group_function
+from wandb_gradwatch.snapshot._shapes import group_function, merge_snapshots
 
 NAN, INF = math.nan, math.inf
 
@@ -139,7 +140,7 @@ def test_a_number_by_an_infinite_norm_is_no_ratio() -> None:
 
 
 def test_clipping_is_seen_sample_by_sample_and_rounding_is_not_clipping() -> None:
-    snapshot = concatenate([sample(step, a=[3.0], b=[4.0]) for step in range(1, 5)])
+    snapshot = merge_snapshots([sample(step, a=[3.0], b=[4.0]) for step in range(1, 5)])
     assert snapshot is not None
     rows = snapshot.rows.copy()
     received = rows[..., Column.RECEIVED_SUM_SQ]
@@ -190,8 +191,7 @@ def test_an_unknown_grouping_is_refused() -> None:
 
 def test_an_epoch_is_made_of_windows() -> None:
     windows = [sample(1, a=[1.0], b=[2.0]), sample(2, b=[4.0], c=[8.0]), sample(3, histogram=False, a=[16.0])]
-    epoch = concatenate(windows)
-    assert epoch is not None
+    epoch = merge_snapshots(windows)
     assert epoch.steps.tolist() == [1, 2, 3]
     assert epoch.names == ("a", "b", "c")
     np.testing.assert_array_equal(epoch.grad_norm, [[1, 2, NAN], [NAN, 4, 8], [16, NAN, NAN]])
@@ -200,7 +200,7 @@ def test_an_epoch_is_made_of_windows() -> None:
     np.testing.assert_array_equal(
         epoch.histogram, [expected_histogram(values) for values in ([1.0], [2.0, 4.0], [8.0])]
     )
-    assert concatenate([]) is None
+    assert MemorySink().merged() is None
 
 
 def test_merging_keeps_scales_skips_and_metrics_of_each_sample() -> None:

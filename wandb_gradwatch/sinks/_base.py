@@ -14,7 +14,7 @@ import numpy as np
 
 from ..rules import Alert
 from ..snapshot import Snapshot
-from ..snapshot._shapes import concatenate
+from ..snapshot._shapes import merge_snapshots
 
 
 class Sink:
@@ -101,7 +101,7 @@ class MemorySink(Sink):
 
     def merged(self) -> Snapshot | None:
         """Merge the kept snapshots into one; returns None before the first flush."""
-        return concatenate(list(self.snapshots))
+        return merge_snapshots(list(self.snapshots)) if self.snapshots else None
 
 
 class ConsoleSink(Sink):

@@ -1,4 +1,4 @@
-"""Operations from snapshots to snapshots: group names, select samples, concatenate."""
+"""Operations from snapshots to snapshots: group names, select samples, merge."""
 
 from __future__ import annotations
 
@@ -87,11 +87,6 @@ def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.i
         metrics={name: values[chosen] for name, values in snapshot.metrics.items()},
         metric_histograms={},
     )
-
-
-def concatenate(snapshots: Sequence[Snapshot]) -> Snapshot | None:
-    """Merge any number of snapshots; returns None for an empty sequence."""
-    return merge_snapshots(snapshots) if snapshots else None
 
 
 def merge_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:
