@@ -6,6 +6,9 @@ In the standard parameterisation all widths have the same learning rate, and the
 cause grows with the width. With learning rates scaled by 1 / width, as in muP, that change keeps its size.
 """
 
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -50,10 +53,31 @@ def check(make_optimizer: object) -> CoordinateCheck:
     )
 
 
+def plot(found: CoordinateCheck, file: str) -> None:
+    """Write an SVG file with both terms over the widths, one line per layer, on logarithmic axes."""
+    drawn = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 330" style="font: 12px sans-serif">']
+    x_of_widths = 300 * np.log(found.widths / WIDTHS[0]) / np.log(WIDTHS[-1] / WIDTHS[0])
+    for left, quantity in ((30, "weight_change"), (390, "input_change")):
+        sizes = getattr(found, quantity)[:, -1]
+        low = sizes[sizes > 0].min()
+        high = max(sizes.max(), 10 * low)  # at least a decade, so that a small change looks small
+        drawn.append(f'<text x="{left}" y="20">{quantity}: {low:.1e} to {high:.1e}</text>')
+        ticks = zip(x_of_widths, WIDTHS, strict=True)
+        drawn += [f'<text x="{left + x:.0f}" y="320" text-anchor="middle">{width}</text>' for x, width in ticks]
+        for number, (layer, of_layer) in enumerate(zip(found.layers, sizes.T, strict=True)):
+            colour = ("#0b6", "#c40", "#26c")[number]
+            drawn.append(f'<text x="730" y="{60 + 20 * number}" fill="{colour}">layer {layer}</text>')
+            if of_layer.all():  # the input of a layer that reads the data never changes
+                heights = 300 - 260 * np.log(of_layer / low) / np.log(high / low)
+                points = " ".join(f"{left + x:.1f},{y:.1f}" for x, y in zip(x_of_widths, heights, strict=True))
+                drawn.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    Path(file).write_text("\n".join([*drawn, "</svg>\n"]))
+
+
 def main() -> None:
     for name, make_optimizer in (("standard", standard), ("mup", mup)):
         result = check(make_optimizer)
-        result.plot(f"coordinate_check_{name}.svg")
+        plot(result, f"coordinate_check_{name}.svg")
         powers = ", ".join(f"{k}: {p:+.2f}" for k, p in zip(result.layers, result.growth(), strict=True))
         print(f"{name}: the change that each layer learns grows as width to the power of {powers}")
 

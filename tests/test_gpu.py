@@ -149,7 +149,7 @@ class Scale(nn.Module):
 def test_a_training_with_deterministic_algorithms_only_is_watched(backend):
     model = nn.Sequential(Scale(), Scale()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    activations = Activations(statistics=("norm", "abs_p50", "histogram"))
+    activations = Activations(statistics=("norm", "histogram"))
     watcher, sink = watch(model, backend=backend, metrics=[activations], histogram_every=1)
     torch.use_deterministic_algorithms(True)
     try:
@@ -163,8 +163,6 @@ def test_a_training_with_deterministic_algorithms_only_is_watched(backend):
     # The outputs are 1, -2, 4 and 1, 4, 16; the gradient of either weight is 1 * -2 * 4 in magnitudes.
     assert snapshot.total_grad_norm.tolist() == pytest.approx([math.sqrt(42)] * 2)
     assert snapshot.metrics["activation/1/norm"].tolist() == pytest.approx([math.sqrt(273)] * 2)
-    # 4 is the median, and begins a bin that ends at 6.
-    assert snapshot.metrics["activation/1/abs_p50"].tolist() == [6, 6]
 
 
 def test_alerts_come_late_but_under_their_own_step():

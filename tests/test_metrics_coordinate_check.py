@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -147,18 +146,6 @@ def test_the_callers_random_numbers_and_training_modes_are_unchanged():
     torch.manual_seed(7)
     coordinate_check(mlp, sgd, widths=[4, 8], batches=batches(1), loss=loss)
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_the_plot_has_a_line_for_every_layer(tmp_path):
-    found = coordinate_check(mlp, sgd, widths=[4, 8, 16], batches=batches(2), loss=loss)
-    found.plot(tmp_path / "check.svg")
-    root = ElementTree.parse(tmp_path / "check.svg").getroot()
-    lines = [element for element in root.iter() if element.tag.endswith("polyline")]
-    # Four layers in the first panel; in the second the first one, whose input is the data, has no line.
-    assert len(lines) == 7
-    assert all(len(line.attrib["points"].split()) == 3 for line in lines)
-    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
-    assert all(any(text.startswith(f"{layer}: ") for text in texts) for layer in found.layers)
 
 
 def test_invalid_arguments_are_rejected():

@@ -81,5 +81,7 @@ def test_the_coordinate_check_draws_both_scalings(tmp_path: Path) -> None:
         [float(part.split(": ")[1]) for part in line.split(" of ")[1].split(", ")]
         for line in result.stdout.splitlines()
     )
+    drawn = (tmp_path / "coordinate_check_mup.svg").read_text()
+    assert drawn.count("<polyline") == 3 + 2  # the first layer's input is the data, which never changes
     assert min(standard[1:]) > 0.7
     assert max(map(abs, mup)) < 0.2

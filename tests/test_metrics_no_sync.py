@@ -26,7 +26,7 @@ from wandb_gradwatch.metrics import (
     Updates,
 )
 from wandb_gradwatch.metrics._forward_hooks import ModuleIndex
-from wandb_gradwatch.metrics._rows import HISTOGRAM, QUANTILES, STATISTICS
+from wandb_gradwatch.metrics._rows import HISTOGRAM, STATISTICS
 
 
 class Questions(TorchDispatchMode):
@@ -88,7 +88,7 @@ def questions(metrics_of, monkeypatch):
 
 def everything(model):
     return [
-        Activations(statistics=[*STATISTICS, *QUANTILES, HISTOGRAM], of=("input", "output", "grad")),
+        Activations(statistics=[*STATISTICS, HISTOGRAM], of=("input", "output", "grad")),
         Attention(),
         Updates(),
         OptimizerState(),

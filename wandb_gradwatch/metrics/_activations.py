@@ -23,7 +23,6 @@ from ._forward_hooks import ModuleFilter, ModuleIndex, hands_over
 from ._module_probe import ForwardProbe
 from ._rows import (
     HISTOGRAM,
-    QUANTILES,
     STATISTICS,
     Dims,
     RowTally,
@@ -60,8 +59,8 @@ class Activations(ForwardProbe):
             nn.Linear. None: all.
         of: the tensors to measure: any of "input", "output" and "grad".
         statistics: any of norm, rms, mean, std, min, max, abs_max, dead_ratio, zero_ratio and num_nonfinite (computed
-            over finite elements, as for gradients); abs_p01, abs_p50 and abs_p99 (accurate to half an octave); and
-            "histogram", at steps where gradients have a histogram too (`histogram_every` of `watch()`).
+            over finite elements, as for gradients); and "histogram", at steps where gradients have a histogram too
+            (`histogram_every` of `watch()`).
         dead_threshold: an element with |a| <= this counts as dead.
         evaluation: measure the forwards of evaluations (the model in eval mode) instead. Those between two samples are
             merged and logged with the later sample as `activation/<module>.eval/<statistic>`.
@@ -89,7 +88,7 @@ class Activations(ForwardProbe):
         if evaluation and "grad" in of:
             raise ValueError(f'{self!r}: of={of!r} has "grad", but an evaluation has no backward')
         self._of = frozenset(of)
-        check_names(f"{self!r}: statistics={statistics!r}", statistics, (*STATISTICS, *QUANTILES, HISTOGRAM))
+        check_names(f"{self!r}: statistics={statistics!r}", statistics, (*STATISTICS, HISTOGRAM))
         self.logs = frozenset((keys.ACTIVATION, statistic) for statistic in statistics)
         self.brings = (NonFiniteActivation,) if "num_nonfinite" in statistics else ()
         self._rows = self.collect(RowTally(statistics, dead_threshold))

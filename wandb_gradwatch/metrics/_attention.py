@@ -21,7 +21,7 @@ from .._runtime.outputs import is_measurable
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall, ModuleFilter
 from ._module_probe import ForwardProbe
-from ._rows import QUANTILES, STATISTICS, Dims, RowTally, Store, add_on_device, check_names, slices
+from ._rows import STATISTICS, Dims, RowTally, Store, add_on_device, check_names, slices
 from ._rules import EntropyCollapse, GrowingLogits
 
 # N batch, H heads, L queries, S keys, D features of a head
@@ -68,7 +68,7 @@ class Attention(ForwardProbe):
         super().__init__(match)
         self._weights = weights
         self.brings = (EntropyCollapse, GrowingLogits) if weights else ()
-        check_names(f"{self!r}: statistics={statistics!r}", statistics, (*STATISTICS, *QUANTILES))
+        check_names(f"{self!r}: statistics={statistics!r}", statistics, STATISTICS)
         self._rows = self.collect(RowTally(statistics))
         self._of_weights = self.collect(Store[str, tuple[Tensor, Tensor]](_merged))  # by module: weight_sums()
 

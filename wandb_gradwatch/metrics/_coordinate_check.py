@@ -19,9 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from html import escape
-from itertools import count
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -67,10 +64,6 @@ class CoordinateCheck:
         slopes = np.polyfit(np.log(self.widths), np.where(known, logs_WL, 0.0), 1)[0]
         return np.where(known, slopes, np.nan)
 
-    def plot(self, path: str | Path) -> None:
-        """Write an SVG file with both terms over the widths, one line per layer, on logarithmic axes."""
-        Path(path).write_text(_draw(self), encoding="utf-8")
-
 
 def coordinate_check(
     make_model: Callable[[int], nn.Module],
@@ -101,7 +94,7 @@ def coordinate_check(
         seed: the random seed for each model.
 
     Returns:
-        The sizes [W, T, L], with `growth()` and `plot()`.
+        The sizes [W, T, L], with `growth()`.
 
     Raises:
         ValueError: fewer than two widths; no batch; a check step outside 1 to len(batches); match matches nothing.
@@ -198,48 +191,3 @@ def _sizes(layer_t: nn.Module, layer_0: nn.Module, x_t: Tensor, x_0: Tensor) -> 
     is_linear = isinstance(layer_t, _LINEAR_IN_INPUT)
     input_change = wide_0(x_t - x_0) if is_linear else wide_0(x_t) - wide_0(x_0)
     return np.array([float(moved.square().mean().sqrt()) for moved in (weight_change, input_change, output)])
-
-
-_PANEL_WIDTH, _PANEL_HEIGHT, _MARGIN = 360, 280, 64
-_LEGEND_WIDTH: Final = 260
-_STYLE: Final = "font-family:sans-serif;font-size:12px"
-_PANELS: Final = (("weight_change", "(Wₜ − W₀) xₜ"), ("input_change", "W₀ (xₜ − x₀)"))
-
-
-def _draw(check: CoordinateCheck) -> str:
-    colours = [f"hsl({360 * index / max(len(check.layers), 1):.0f} 65% 42%)" for index in range(len(check.layers))]
-    height = max(_PANEL_HEIGHT + 2 * _MARGIN, 40 + 18 * (len(check.layers) + 2))
-    width = 2 * (_PANEL_WIDTH + _MARGIN) + _LEGEND_WIDTH + _MARGIN
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" style="{_STYLE}">']
-    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    for index, (quantity, title) in enumerate(_PANELS):
-        sizes_WL: FloatArray = getattr(check, quantity)[:, -1]
-        left = _MARGIN + index * (_PANEL_WIDTH + _MARGIN)
-        parts += _panel(check.widths, sizes_WL, colours, f"{title} after {check.steps[-1]:.0f} steps", left)
-    left = 2 * (_PANEL_WIDTH + _MARGIN) + _MARGIN // 2
-    parts.append(f'<text x="{left}" y="48" font-weight="bold">layer: power of the width</text>')
-    for y, layer, power, colour in zip(count(70, 18), check.layers, check.growth(), colours, strict=False):
-        parts.append(f'<rect x="{left}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{left + 16}" y="{y}">{escape(layer)}: {power:+.2f}</text>')
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def _panel(widths: FloatArray, sizes_WL: FloatArray, colours: list[str], title: str, left: int) -> list[str]:
-    logs = np.log10(sizes_WL[sizes_WL > 0]) if np.any(sizes_WL > 0) else np.array([-1.0, 0.0])
-    low, high = int(np.floor(logs.min())), int(max(np.ceil(logs.max()), np.floor(logs.min()) + 1))
-    x_W = left + _PANEL_WIDTH * np.log(widths / widths.min()) / np.log(widths.max() / widths.min())
-    bottom = _MARGIN + _PANEL_HEIGHT
-    parts = [f'<text x="{left}" y="{_MARGIN - 16}" font-weight="bold">{escape(title)}</text>']
-    for exponent in range(low, high + 1):
-        y = _MARGIN + _PANEL_HEIGHT * (high - exponent) / (high - low)
-        parts.append(f'<line x1="{left}" x2="{left + _PANEL_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">1e{exponent}</text>')
-    for x, width in zip(x_W, widths, strict=True):
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{width:.0f}</text>')
-    parts.append(f'<text x="{left + _PANEL_WIDTH / 2}" y="{bottom + 38}" text-anchor="middle">width</text>')
-    for sizes_W, colour in zip(sizes_WL.T, colours, strict=True):
-        is_there_W = sizes_W > 0
-        y_W = _MARGIN + _PANEL_HEIGHT * (high - np.log10(sizes_W[is_there_W])) / (high - low)
-        if points := " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(x_W[is_there_W], y_W, strict=True)):
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-    return parts

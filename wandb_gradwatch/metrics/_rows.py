@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._capture.probes import Found
-from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, ZERO_BIN, Column, magnitude_edges
+from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import measure
 from .._measure.probe_values import ProbeHistogram
@@ -136,9 +135,6 @@ STATISTICS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "num_nonfinite": lambda c: c[Column.NUM_NAN] + c[Column.NUM_INF],
 }
 
-# Quantiles of |a|, zeros included: the upper edge of the histogram bin of the quantile, so accurate to half an octave.
-QUANTILES: Final[Mapping[str, float]] = {"abs_p01": 0.01, "abs_p50": 0.5, "abs_p99": 0.99}
-
 # Not a number but the counts in the fixed bins, at steps where gradients have histograms too.
 HISTOGRAM: Final = "histogram"
 
@@ -157,7 +153,6 @@ class RowTally(Store[str, Tensor]):
         self._numbers = [name for name in statistics if name != HISTOGRAM]
         self._has_histograms = HISTOGRAM in statistics
         self._dead_threshold = dead_threshold
-        self._needs_bins = not QUANTILES.keys().isdisjoint(statistics)
         self.measures_histograms = False  # for the pending values
         self.reads_histograms = False  # for the sample
 
@@ -165,7 +160,7 @@ class RowTally(Store[str, Tensor]):
         """Measure tensors, all on one device, in one batched pass. No tensor is kept."""
         if not tensors:
             return
-        histogram = self._needs_bins or (self._has_histograms and self.measures_histograms)
+        histogram = self._has_histograms and self.measures_histograms
         measured = measure(list(tensors.values()), None, dead_threshold=self._dead_threshold, histogram=histogram)
         rows = measured.rows
         if measured.histogram is not None:
@@ -181,11 +176,7 @@ class RowTally(Store[str, Tensor]):
             alike.setdefault((rows[name].device, len(rows[name])), []).append(name)
         for (_, size), group in alike.items():
             rows_MC = torch.stack([rows[name] for name in group])
-            values: dict[str, Sequence[Found]] = {}
-            for name in self._numbers:
-                q = QUANTILES.get(name)
-                found = STATISTICS[name](rows_MC.T) if q is None else _abs_quantile(rows_MC[:, NUM_COLUMNS:], q)
-                values[name] = found.unbind()
+            values: dict[str, Sequence[Found]] = {name: STATISTICS[name](rows_MC.T).unbind() for name in self._numbers}
             if self._has_histograms and self.reads_histograms and size > NUM_COLUMNS:
                 values[HISTOGRAM] = histograms_of(rows_MC, rows_MC[:, NUM_COLUMNS:])
             for index, name in enumerate(group):
@@ -210,22 +201,3 @@ def histograms_of(rows_MC: Tensor, histogram_MB: Tensor) -> list[ProbeHistogram]
     """Combine each histogram with the extremes of its row."""
     extremes = [rows_MC[:, column, None] for column in (Column.GRAD_MIN, Column.GRAD_MAX)]
     return list(map(ProbeHistogram, torch.cat([histogram_MB.to(rows_MC.dtype), *extremes], dim=1)))
-
-
-def _abs_quantile(histogram_MB: Tensor, q: float) -> Tensor:
-    """Return the upper edge of the magnitude bin of the q-quantile: [M]; 0 for zeros, NaN without elements."""
-    zeros, positive = histogram_MB[:, ZERO_BIN : ZERO_BIN + 1], histogram_MB[:, ZERO_BIN + 1 :]
-    # Integers: CUDA has no deterministic cumsum of floats, and the user may have requested deterministic algorithms.
-    counts = torch.cat([zeros, positive + histogram_MB[:, :ZERO_BIN].flip(1)], dim=1).to(torch.int64)
-    cumulative = counts.cumsum(1).to(histogram_MB.dtype)
-    total = cumulative[:, -1]
-    bins = (cumulative < (q * total).ceil().clamp_min(1.0)[:, None]).sum(1)
-    edges = _upper_edges(histogram_MB.device, histogram_MB.dtype)
-    return torch.where(total > 0, edges[bins.clamp_max(len(edges) - 1)], torch.nan)
-
-
-@functools.cache
-def _upper_edges(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The upper edges of the magnitude bins, uploaded once per device: 0 for zeros; the last bin has no limit."""
-    edges = torch.cat([torch.zeros(1, device="cpu"), torch.tensor(magnitude_edges()[1:], device="cpu")]).to(dtype)
-    return (edges.pin_memory() if device.type == "cuda" else edges).to(device, non_blocking=True)
