@@ -105,6 +105,7 @@ def test_a_count_is_read_as_people_write_it(text: str, count: int) -> None:
         ("/team/project/", ("team", "project", None)),
         ("https://host.example/team/my%20project/runs/abcd1234?nw=x", ("team", "my project", "abcd1234")),
         ("https://host.example/team/project/workspace?nw=x", ("team", "project", None)),
+        ("https://host.example/team/project/sweeps", ("team", "project", None)),
     ],
 )
 def test_a_target_is_a_path_or_the_address_of_its_page(text: str, target: tuple[str, str, str | None]) -> None:

@@ -125,11 +125,11 @@ def test_a_trace_is_logarithmic_and_says_missing_zero_and_non_finite(trace, bloc
     assert sparkline(trace) == blocks
 
 
-def test_a_terminal_without_blocks_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     summary = summarise(window({"größe." + "x" * 60: [NAN]}, {"größe." + "x" * 60: [1.0]}))
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
-    assert str(summary).encode("ascii").decode().splitlines()[-1].endswith("  !_")  # NaN, then the only norm
+    assert str(summary).encode("ascii").decode().splitlines()[-1].endswith("  ??")  # NaN, then the only norm
     wide = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr(sys, "stdout", wide)
     assert "×" in str(summary)

@@ -59,10 +59,10 @@ def _examples(command: str, *examples: str) -> str:
 
 def _target(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, str, str | None]:
     """Parse ENTITY/PROJECT, ENTITY/PROJECT/RUN, or the URL of either page."""
-    path = unquote(urlsplit(text).path) if "://" in text else text
-    parts = [part for part in path.strip("/").split("/") if part]
-    if len(parts) > 2 and parts[2] in ("runs", "workspace", "table", "overview"):
-        parts = parts[:2] + (parts[3:4] if parts[2] == "runs" else [])
+    is_url = "://" in text
+    parts = [part for part in (unquote(urlsplit(text).path) if is_url else text).split("/") if part]
+    if is_url or parts[2:3] == ["runs"]:  # other pages of a project, such as /sweeps, name no run
+        parts = parts[:2] + (parts[3:4] if parts[2:3] == ["runs"] else [])
     if len(parts) not in (2, 3):
         raise click.BadParameter(f"{text!r} is not ENTITY/PROJECT or ENTITY/PROJECT/RUN")
     return parts[0], parts[1], parts[2] if len(parts) == 3 else None

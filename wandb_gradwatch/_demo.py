@@ -10,7 +10,6 @@ import copy
 import shutil
 import sys
 import sysconfig
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +97,6 @@ class Training:
 
     run_folder: Path  # the folder of the run's file
     steps: int  # optimizer steps done
-    seconds: float  # wall time of the training loop
     interrupted: bool  # by Ctrl-C
     summary: Summary  # the watcher's summary at the end
 
@@ -150,7 +148,7 @@ def _train(output: Path, steps: int, online: bool) -> Training:
         project=PROJECT, name=RUN_NAME, dir=output, mode="online" if online else "offline", settings=settings
     )
     accident = range(steps // 2, steps // 2 + ACCIDENT_STEPS)
-    done, started = 0, time.monotonic()
+    done = 0
     above_the_bar = "\r\x1b[2K" if sys.stdout.isatty() else ""
     with click.progressbar(length=steps, label="  training", show_pos=True) as bar:
 
@@ -184,7 +182,7 @@ def _train(output: Path, steps: int, online: bool) -> Training:
                         bar.label = f"  loss {loss_now:.3f}"
                     bar.update(1)
             summary = watcher.summary()
-    return Training(Path(run.settings.sync_dir), done, time.monotonic() - started, done < steps, summary)
+    return Training(Path(run.settings.sync_dir), done, done < steps, summary)
 
 
 def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -197,23 +195,12 @@ def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 def _say_what_was_logged(training: Training, history: RunHistory) -> None:
     if training.interrupted:
         click.echo(f"  stopped by Ctrl-C at step {training.steps}; what was logged until then is kept")
-    own = [key for key in history.values if not key.startswith("_")]
-    norms, largest, overhead = map(history.first_of, (keys.GRAD_NORM, keys.GRAD_NORM_MAX, keys.OVERHEAD_RATIO))
-    num_rows = np.count_nonzero(np.isfinite(norms))  # excludes the row of the flight recorder's table
+    num_rows = np.count_nonzero(np.isfinite(history.first_of(keys.GRAD_NORM)))  # without the flight recorder's table
     num_histograms = sum(len(series.steps) for series in history.histograms.values())
-    found = (
-        f"{num_rows} rows of gradients, {len(own)} scalar keys, {num_histograms} histograms "
+    click.echo(
+        f"\n  in the run: {num_rows} rows of gradients, {len(history.values)} scalar keys, {num_histograms} histograms "
         f"({keys.GRADIENT_HISTOGRAMS}/*) of {len(history.histograms)} parameters"
     )
-    facts = [("training", f"{training.steps} steps in {training.seconds:.0f} s"), ("in the run", found)]
-    if np.isfinite(largest).any():
-        worst = int(np.nanargmax(largest))
-        at_its_worst = f"{largest[worst]:.3g} at its worst (row of step {history.steps[worst]})"
-        facts.append(("gradient norm", f"{np.nanmedian(largest):.3g} as a rule, {at_its_worst}"))
-    if (shares := overhead[np.isfinite(overhead)]).size:
-        facts.append(("overhead", f"{shares[-1]:.1%} of the time since watch(); here every step is measured"))
-    click.echo()
-    pairs(facts)
     title("watcher.summary()")
     for line in str(training.summary).splitlines():
         click.echo(f"  {line}".rstrip())

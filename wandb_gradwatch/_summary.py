@@ -23,7 +23,6 @@ TRACE_WIDTH: Final = 24
 _MAX_NAME: Final = 28
 _MAX_ALERTS: Final = 5
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"  # the levels of a sparkline
-_IN_ASCII: Final = str.maketrans(dict(zip(f"{_BLOCKS}×…", [*"_.:-=+*#!", ".."], strict=True)))
 _MIN_OCTAVES: Final = 3.0  # the smallest range of a sparkline, so that noise does not look like a trend
 _HEADINGS: Final = ("layer", "norm", "peak (step)", "grad/param", "dead", "NaN+Inf", "norm over time")
 
@@ -62,19 +61,17 @@ class Summary:
         return self.num_names - len(self.worst)
 
     def __str__(self) -> str:
-        try:
-            f"{_BLOCKS}×…".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-        except (UnicodeEncodeError, LookupError):
-            return self.text(ascii_only=True)
-        return self.text()
+        """Return the text, with a question mark for each character that standard output cannot encode."""
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        return self.text().encode(encoding, "replace").decode(encoding)
 
-    def text(self, *, ascii_only: bool = False) -> str:
-        """Return the summary as lines of text; `ascii_only` for a terminal without block characters."""
-        facts = [(label, _shown(words, ascii_only)) for label, words in self._facts()]
+    def text(self) -> str:
+        """Return the summary as lines of text."""
+        facts = [(label, _shown(words)) for label, words in self._facts()]
         width = max(len(label) for label, _ in facts)
         lines = [self._title(), *(f"  {label.ljust(width)}  {words}" for label, words in facts)]
         if self.worst:
-            rows = [_HEADINGS, *([_shown(cell, ascii_only) for cell in _cells(layer)] for layer in self.worst)]
+            rows = [_HEADINGS, *([_shown(cell) for cell in _cells(layer)] for layer in self.worst)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["", *("  " + _aligned(row, widths) for row in rows)]
             lines += [f"  and {self.num_more} more"] * bool(self.num_more)
@@ -224,7 +221,6 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers), last[0]]).rstrip()
 
 
-def _shown(text: str, ascii_only: bool) -> str:
-    """Escape control characters, and with `ascii_only` replace characters that the terminal cannot show."""
-    visible = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
-    return visible.translate(_IN_ASCII).encode("ascii", "backslashreplace").decode() if ascii_only else visible
+def _shown(text: str) -> str:
+    """Escape control characters."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,12 +166,14 @@ class HistoryRow:
             sizes.append(len(key) + len(edges) * _BIN_BYTES)
         if sum(sizes) <= MAX_ROW_BYTES:  # the usual case
             return [values]
-        parts, start, filled = [], 0, 0
-        up_to = list(itertools.accumulate(sizes))
-        while start < len(values):
-            end = max(bisect_right(up_to, filled + MAX_ROW_BYTES), start + 1)
-            parts.append({keys.STEP: self.step} | dict(itertools.islice(values.items(), start, end)))
-            start, filled = end, up_to[end - 1]
+        parts: list[dict[str, Any]] = []
+        filled = MAX_ROW_BYTES
+        for (key, value), size in zip(values.items(), sizes, strict=True):
+            filled += size
+            if filled > MAX_ROW_BYTES:
+                parts.append({keys.STEP: self.step})
+                filled = size
+            parts[-1][key] = value
         return parts
 
 
