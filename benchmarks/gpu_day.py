@@ -117,7 +117,7 @@ def page_of(results: dict[str, Any] | None, code: dict[str, Any] | None) -> str:
         lines += [
             "The kernels have not run on a GPU yet. They are compiled to machine code for sm_80, sm_90, sm_100 and "
             "sm_120, and an emulator executes this code (`pytest -m slow`). `make gpu` on a machine with a GPU "
-            "replaces this paragraph with measurements.",
+            "replaces this paragraph with measurements."
         ]
     else:
         lines += _measured(results)

@@ -15,14 +15,7 @@ import numpy as np
 import wandb
 from offline import records
 
-from wandb_gradwatch._measure.columns import (
-    AS_LEFT,
-    NUM_BINS,
-    NUM_COLUMNS,
-    RECEIVED_COLUMNS,
-    Column,
-    bins_of,
-)
+from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, bins_of
 from wandb_gradwatch._measure.probe_values import MetricHistogram
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert

@@ -32,11 +32,7 @@ NAN, INF = math.nan, math.inf
     [
         ({"a": [3, 4], "b": [12]}, {}, {"a.grad_norm": 5, "b.grad_norm": 12, ".total_grad_norm": 13}),  # 9 + 16 + 144
         # The mean of 3, -4 and 0 is -1/3, that of their squares 25/3.
-        (
-            {"a": [3, -4], "b": [0]},
-            {},
-            {".total.grad_mean": -1 / 3, ".total.grad_std": math.sqrt(25 / 3 - 1 / 9)},
-        ),
+        ({"a": [3, -4], "b": [0]}, {}, {".total.grad_mean": -1 / 3, ".total.grad_std": math.sqrt(25 / 3 - 1 / 9)}),
         # With one NaN the norm is that of the finite elements: 1 + 4 = 5.
         (
             {"a": [3, 4], "b": [1, NAN, 2]},

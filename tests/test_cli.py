@@ -169,8 +169,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunHistory
 
 
 @pytest.mark.parametrize(
-    ("output", "page"),
-    [([], "gradwatch-abcd1234.html"), (["--output", "pages"], "pages/gradwatch-abcd1234.html")],
+    ("output", "page"), [([], "gradwatch-abcd1234.html"), (["--output", "pages"], "pages/gradwatch-abcd1234.html")]
 )
 def test_view_names_the_page_after_the_run(output: list[str], page: str, recorded: list[RunHistory]) -> None:
     Path("pages").mkdir()
@@ -278,10 +277,7 @@ def test_view_watch_serves_the_page_until_the_run_has_finished_and_writes_it(
 
 @pytest.mark.parametrize(("opened", "said"), [(True, ""), (False, "no browser could be started")])
 def test_view_open_says_where_the_page_is_when_no_browser_starts(
-    opened: bool,
-    said: str,
-    recorded: list[RunHistory],
-    monkeypatch: pytest.MonkeyPatch,
+    opened: bool, said: str, recorded: list[RunHistory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(commands.webbrowser, "open", lambda url: asked.append(url) or opened)
@@ -302,9 +298,7 @@ def test_view_open_says_where_the_page_is_when_no_browser_starts(
     ],
 )
 def test_report_and_workspace_print_the_url(
-    arguments: list[str],
-    called: tuple[str | None, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], called: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str | None, ...]] = []
 

@@ -48,9 +48,7 @@ def test_the_accident_raises_an_alert_at_its_own_step(finished: tuple[int, str, 
     assert any(alert.step in ACCIDENT and alert.step > ACCIDENT.start for alert in exploding)
 
 
-def test_every_flush_is_a_row_and_every_parameter_has_its_series(
-    finished: tuple[int, str, Path, RunHistory],
-) -> None:
+def test_every_flush_is_a_row_and_every_parameter_has_its_series(finished: tuple[int, str, Path, RunHistory]) -> None:
     history = finished[3]
     flushed = history.steps[~np.isnan(history.values["gradwatch/grad_norm"])]
     assert flushed.tolist() == list(range(demo.LOG_EVERY, STEPS + 1, demo.LOG_EVERY))

@@ -46,13 +46,7 @@ DDP = [
     {"micros": 5, "clip": 0.1, "sync_every": True},
     {"micros": 5, "clip": 0.1, "sync_every": True, "gradient_as_bucket_view": True},
 ]
-FSDP2 = [
-    {},
-    {"clip": 0.1},
-    {"micros": 3},
-    {"micros": 2, "sync_every": False, "clip": 0.1},
-    {"offload": True},
-]
+FSDP2 = [{}, {"clip": 0.1}, {"micros": 3}, {"micros": 2, "sync_every": False, "clip": 0.1}, {"offload": True}]
 
 
 FSDP1 = [

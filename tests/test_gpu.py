@@ -21,10 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from wandb_gradwatch import SkipGuard
 from wandb_gradwatch.metrics import Activations
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 STEPS = 3
 PRETENDED = torch.cuda.is_available() and torch.cuda.get_device_name() == "a pretended GPU"

@@ -213,10 +213,7 @@ def test_the_limits_of_a_guard_are_the_callers_and_no_others(limits, last, skipp
     assert guard.num_skipped == skipped
 
 
-@pytest.mark.parametrize(
-    ("guard", "message"),
-    [("drop", "guard='drop' must be"), (3, "guard=3 must be")],
-)
+@pytest.mark.parametrize(("guard", "message"), [("drop", "guard='drop' must be"), (3, "guard=3 must be")])
 def test_a_guard_that_makes_no_sense(guard, message):
     with pytest.raises(ValueError, match=message):
         watch(Chosen(a=1), guard=guard)

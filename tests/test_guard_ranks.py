@@ -14,12 +14,7 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 24
 POISON = {15: 1e5, 19: math.nan}
-KINDS = [
-    *(("fsdp2", name) for name in OPTIMIZERS),
-    ("hsdp", "sgd"),
-    ("tensor parallel", "sgd"),
-    ("ddp", "adamw fused"),
-]
+KINDS = [*(("fsdp2", name) for name in OPTIMIZERS), ("hsdp", "sgd"), ("tensor parallel", "sgd"), ("ddp", "adamw fused")]
 
 
 # Where one rank's monitor fails: before or after its vote on a step.

@@ -182,9 +182,7 @@ needs_blackwell = pytest.mark.skipif(VERSION < (3, 3), reason="this Triton does 
 
 
 @pytest.mark.parametrize(
-    "emulated",
-    [80, pytest.param(100, marks=needs_blackwell), pytest.param(120, marks=needs_blackwell)],
-    indirect=True,
+    "emulated", [80, pytest.param(100, marks=needs_blackwell), pytest.param(120, marks=needs_blackwell)], indirect=True
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_so_does_that_for_other_gpus(emulated: list[str], memory: Memory, dtype: torch.dtype) -> None:

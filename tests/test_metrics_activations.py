@@ -351,10 +351,7 @@ class Gated(MonitorMixin, nn.Module):
 
 def test_tensors_that_modules_log_are_measured_under_their_names():
     model = nn.Sequential(Gated(), nn.Linear(4, 1))
-    metrics = [
-        Activations(r"\.gate$|heads"),
-        Metric("top", lambda a: a.max(), on="activation", match=r"heads"),
-    ]
+    metrics = [Activations(r"\.gate$|heads"), Metric("top", lambda a: a.max(), on="activation", match=r"heads")]
     found = seen(model, metrics, [torch.zeros(3, 4)], optimizer=SGD(model.parameters(), lr=0.0))
     bias = model[0].linear.bias.detach()
     expected = bias.sigmoid().repeat(3).norm().item()

@@ -58,11 +58,7 @@ FUNCTIONS = {
     "mean": torch.mean,
     "largest": lambda t: t.abs().max(),
 }
-SCALARS = {
-    "norm": lambda t: torch.linalg.vector_norm(t),
-    "mean": torch.mean,
-    "largest": lambda t: t.abs().max(),
-}
+SCALARS = {"norm": lambda t: torch.linalg.vector_norm(t), "mean": torch.mean, "largest": lambda t: t.abs().max()}
 
 
 def peer_monitor(model, every=1):

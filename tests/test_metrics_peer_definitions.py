@@ -89,10 +89,7 @@ def ours(decay: float) -> Series:
     watcher.remove()
     merged = sink.merged()
     assert merged is not None
-    found: Series = {
-        "l2_norm/grad/global": merged.total_grad_norm,
-        "grad/norm/total": merged.total_grad_norm,
-    }
+    found: Series = {"l2_norm/grad/global": merged.total_grad_norm, "grad/norm/total": merged.total_grad_norm}
     for place, name in enumerate(merged.names):
         state = {key: merged.metrics[f"optimizer_state/{name}/{key}"] for key in ("exp_avg_norm", "exp_avg_sq_norm")}
         found |= {

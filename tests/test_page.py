@@ -27,13 +27,7 @@ from benchmarks.page import write_record
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page import read
-from wandb_gradwatch._page.history import (
-    HistogramSeries,
-    OwnSeries,
-    RecordedAlert,
-    RunHistory,
-    natural_order,
-)
+from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedAlert, RunHistory, natural_order
 from wandb_gradwatch._page.packing import (
     CODE_FIRST,
     CODE_INFINITE,

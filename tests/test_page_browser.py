@@ -605,7 +605,7 @@ def test_an_alert_leads_to_its_layers(show: Opener, history: RunHistory) -> None
     page = show(history)
     page.get_by_role("button", name="show its 3 layers").click()
     assert page.locator("#lines .legend-label").all_inner_texts() == [
-        *("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "head.weight"),
+        *("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "head.weight")
     ]
 
 
@@ -925,7 +925,7 @@ def test_lines_of_runs_with_different_steps_are_not_broken(show: Opener) -> None
     rows = page.locator("#strips details").first.locator("tbody tr")
     rows.first.wait_for(state="attached")
     assert [row.split("\t")[0] for row in rows.all_inner_texts()] == [
-        *("10", "20", "25", "30", "40", "50", "60", "70", "75", "80", "90", "100"),
+        *("10", "20", "25", "30", "40", "50", "60", "70", "75", "80", "90", "100")
     ]
     # One line across the whole width: each column of pixels has some of it.
     hover(page, "#strips .u-over", 0.3, 0.5)

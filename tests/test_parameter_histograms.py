@@ -42,8 +42,7 @@ def test_a_histogram_is_of_the_parameter_as_the_update_has_left_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("log", "gradients", "parameters"),
-    [("gradients", True, False), ("parameters", False, True), ("all", True, True)],
+    ("log", "gradients", "parameters"), [("gradients", True, False), ("parameters", False, True), ("all", True, True)]
 )
 def test_log_says_of_what_there_are_histograms_and_norms_stay(log: str, gradients: bool, parameters: bool) -> None:
     [snapshot] = trained(log=log)

@@ -317,10 +317,7 @@ def test_numbers_are_written_as_people_write_them():
             lambda: ExplodingGradient(record_factor=0),
             "(record_factor=0): record_factor must be a number, at least 1, or None",
         ),
-        (
-            lambda: EntropyCollapse(threshold=2),
-            "threshold=2): threshold must be a number, between 0 and 1",
-        ),
+        (lambda: EntropyCollapse(threshold=2), "threshold=2): threshold must be a number, between 0 and 1"),
         (lambda: VanishingGradient(min_norm="1e-7"), "VanishingGradient(min_norm='1e-7'): min_norm must be a number"),
         (lambda: VanishingGradient(min_order=2), "must be a number, between 0 and 1"),
         (lambda: DeadGradient(max_ratio=50), "DeadGradient(max_ratio=50): max_ratio must be a number, between 0 and 1"),

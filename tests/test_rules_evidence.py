@@ -819,12 +819,7 @@ def test_a_first_layer_without_a_bias_that_dies_alone_may_be_given_nothing(
     second: float, bias: int, is_data: bool
 ) -> None:
     """Like a convolution before a batch norm. With inputs of 0 a bias would still have a gradient."""
-    calm = {
-        "0.weight": [1.0] * 2,
-        **({"0.bias": [1.0] * 2} if bias else {}),
-        "1.weight": [1.0] * 2,
-        "2.weight": [1.0],
-    }
+    calm = {"0.weight": [1.0] * 2, **({"0.bias": [1.0] * 2} if bias else {}), "1.weight": [1.0] * 2, "2.weight": [1.0]}
     dead = {n: [second] * 2 if n == "1.weight" else [0.0] * 2 if n[0] == "0" else v for n, v in calm.items()}
     # The next layer has no bias that would prove its inputs to be 0: it takes ten samples in a row.
     samples = together([sample_of(dead if s > 20 else calm, step=s) for s in range(1, 31)])

@@ -139,12 +139,7 @@ def test_a_scaled_gradient_is_measured_in_true_units(backend: str) -> None:
     # 65536 * {3, -4, 0}: unscaled sum -1, squares 25; |-4| <= 4 is dead only if unscaled.
     scaled = torch.tensor([3.0, -4.0, 0.0]) * 65536
     measured = measure(
-        [scaled],
-        [scaled],
-        dead_threshold=3.5,
-        inverse_scale=torch.tensor(1 / 65536),
-        histogram=True,
-        backend=backend,
+        [scaled], [scaled], dead_threshold=3.5, inverse_scale=torch.tensor(1 / 65536), histogram=True, backend=backend
     )
     expected = expected_row([3.0, -4.0, 0.0], 3.5)
     expected[Column.PARAM_SUM_SQ], expected[Column.PARAM_NUM_NONFINITE] = 25 * 65536.0**2, 0  # never scaled

@@ -473,9 +473,7 @@ def test_without_numba_auto_is_torch_and_numpy_and_says_nothing(
 
 
 def test_a_numba_that_is_broken_is_said_once_and_torch_and_numpy_measure(
-    replace_loops: Callable[[Compilation[Any]], None],
-    monkeypatch: pytest.MonkeyPatch,
-    said: Callable[[], list[str]],
+    replace_loops: Callable[[Compilation[Any]], None], monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
     monkeypatch.delitem(sys.modules, LOOPS_MODULE, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)  # its import fails

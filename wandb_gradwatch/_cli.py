@@ -114,10 +114,7 @@ def demo(context: click.Context, output: Path, steps: int | None, online: bool) 
 @click.argument("path", type=_PATH)
 @click.argument("others", type=_PATH, nargs=-1, metavar="[PATH]...")
 @click.option(
-    "--output",
-    type=_PATH,
-    metavar="FILE",
-    help="File or directory to write to.  [default: gradwatch-RUN.html here]",
+    "--output", type=_PATH, metavar="FILE", help="File or directory to write to.  [default: gradwatch-RUN.html here]"
 )
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
 @click.option(

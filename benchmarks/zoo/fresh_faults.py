@@ -25,13 +25,7 @@ PLAIN, REG, CONV, NORM, TASKS = (
     "convolutions, batch norm",
     "several tasks",
 )
-SCAN, UNET, MIXER, POINTS, POINTER = (
-    "selective scan",
-    "U-Net",
-    "mixer",
-    "cloud of points",
-    "pointer to the largest",
-)
+SCAN, UNET, MIXER, POINTS, POINTER = ("selective scan", "U-Net", "mixer", "cloud of points", "pointer to the largest")
 HYPER, MEMORY, WAVES, FIXED, SPIKES, MIXTURE = (
     "hypernetwork",
     "memory of the segment before",

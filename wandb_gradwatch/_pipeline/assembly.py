@@ -23,10 +23,7 @@ NO_HISTOGRAM: Final = ArrivedFlush(None, ())
 
 
 def snapshot_of(
-    samples: Sequence[ArrivedSample],
-    known: Names,
-    flush: ArrivedFlush = NO_HISTOGRAM,
-    overhead_ratio: float = math.nan,
+    samples: Sequence[ArrivedSample], known: Names, flush: ArrivedFlush = NO_HISTOGRAM, overhead_ratio: float = math.nan
 ) -> Snapshot:
     """The snapshot of at least one sample, with these names. Names that a sample lacks are missing (NaN)."""
     num_names = len(known.names)

@@ -20,15 +20,7 @@ import torch
 from torch import Tensor
 
 from .._measure.change import MULTIPLIED, change_between
-from .._measure.columns import (
-    AS_LEFT,
-    CLIP_TOLERANCE,
-    NUM_COLUMNS,
-    RECEIVED_COLUMNS,
-    Column,
-    FloatArray,
-    IntArray,
-)
+from .._measure.columns import AS_LEFT, CLIP_TOLERANCE, NUM_COLUMNS, RECEIVED_COLUMNS, Column, FloatArray, IntArray
 from .._measure.elements import wide_dtype
 from .._measure.events import Event
 from .._measure.probe_values import HISTOGRAM_SIZE, ArrivedSums, MetricHistogram, ProbeHistogram, ProbeSums

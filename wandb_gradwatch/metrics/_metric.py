@@ -21,17 +21,7 @@ from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall, Match, ModuleIndex, hands_over, logger
 from ._module_probe import Befores, ForwardProbe, ModuleProbe
-from ._rows import (
-    Dims,
-    Store,
-    dense,
-    labelled,
-    slices,
-    tensor_name,
-    tensors_in,
-    widened,
-    without_scale,
-)
+from ._rows import Dims, Store, dense, labelled, slices, tensor_name, tensors_in, widened, without_scale
 
 # K labels (one without named dimensions), E elements of each
 

@@ -8,7 +8,4 @@ from __future__ import annotations
 from . import keys
 from ._snapshot import Snapshot
 
-__all__ = [
-    "Snapshot",
-    "keys",
-]
+__all__ = ["Snapshot", "keys"]

@@ -8,14 +8,7 @@ from typing import Final
 from ..causes import Diagnosis
 from ..evidence import Evidence
 from .depth import batch_norm, fading, inside_the_backward, through_depth, through_recurrence
-from .incidents import (
-    bad_batch,
-    bad_rank,
-    broken_by_update,
-    forward_overflow,
-    invalid_operation,
-    nonfinite_batch,
-)
+from .incidents import bad_batch, bad_rank, broken_by_update, forward_overflow, invalid_operation, nonfinite_batch
 from .parameters import (
     data_scale,
     initialisation,
