@@ -5,8 +5,6 @@ its own. Each command imports what it needs when it runs, so that `--help` is qu
 commands that use it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

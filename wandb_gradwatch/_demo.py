@@ -4,8 +4,6 @@ It is the smallest realistic use of the package: a plain training script with on
 and needs no W&B account.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Output of the commands beyond click: wrapped text, two columns, and JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

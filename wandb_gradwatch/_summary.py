@@ -1,7 +1,5 @@
 """A summary of a history for a terminal or a notebook: the worst layers, the total norm and the alerts."""
 
-from __future__ import annotations
-
 import html
 import math
 import sys

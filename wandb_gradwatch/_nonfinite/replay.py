@@ -1,7 +1,5 @@
 """Runs a step with NaN or Inf once more, to find the operation that made them."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence

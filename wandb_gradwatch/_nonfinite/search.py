@@ -1,7 +1,5 @@
 """Search for the first bad operation, in a forward and backward run for the search or in a block of the user's code."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

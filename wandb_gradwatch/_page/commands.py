@@ -1,7 +1,5 @@
 """The commands `view` (the page of a run, once or updated while it runs) and `diff` (where two runs differ)."""
 
-from __future__ import annotations
-
 import sys
 import time
 import webbrowser

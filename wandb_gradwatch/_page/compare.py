@@ -1,7 +1,5 @@
 """Compare runs: find where they differ by more than their own scatter, and build the page that shows them together."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

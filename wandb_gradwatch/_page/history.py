@@ -1,7 +1,5 @@
 """The data that wandb_gradwatch has logged to a finished or running W&B run, as arrays for the pictures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

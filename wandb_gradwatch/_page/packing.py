@@ -5,8 +5,6 @@ most 0.05 % of the value for up to 26 decades. Missing values, zero and infinity
 the largest code is the one to keep when cells are pooled.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import math

@@ -5,8 +5,6 @@ by far the fastest with a thousand layers, and it adds no Python dependency. Lay
 directly on a canvas.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

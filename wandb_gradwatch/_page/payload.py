@@ -1,7 +1,5 @@
 """Builds the content of a run's page: small data as JSON, names x steps matrices as packed bytes."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

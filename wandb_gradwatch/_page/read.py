@@ -4,8 +4,6 @@ A `.wandb` file is a LevelDB log: a header of 7 bytes, then blocks of 32 KiB wit
 each with a checksum, a length, and whether it begins or ends the record. A record is a protocol buffer of wandb.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

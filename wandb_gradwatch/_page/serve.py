@@ -1,7 +1,5 @@
 """Serves the page of a running run to this machine only, and updates it in place."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 from http import HTTPStatus

@@ -1,7 +1,5 @@
 """Summarises a run in one sentence, from its alerts, their causes and the rows after them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Previews show both as a page on this machine before anything is sent, with panels drawn from a run's file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -3,8 +3,6 @@
 W&B has no histogram panel, so the panels show scalars; the histograms are on the run's own page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

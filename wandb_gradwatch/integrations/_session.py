@@ -1,7 +1,5 @@
 """The common part of all integrations: the life of a watcher, its samples, and its state in checkpoints."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

@@ -3,8 +3,6 @@
 trainer = Trainer(callbacks=[GradWatchCallback()])
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -6,8 +6,6 @@ A custom loop with Accelerate needs no callback: call `watcher = wandb_gradwatch
 `accelerator.prepare`, and `watcher.remove()` before `accelerator.end_training`, which finishes the run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Metrics for `watch(..., metrics=[...])`, which measure any function of any tensor, and the coordinate check."""
 
-from __future__ import annotations
-
 from ._activations import Activations, Router
 from ._attention import Attention
 from ._coordinate_check import CoordinateCheck, coordinate_check

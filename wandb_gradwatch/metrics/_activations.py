@@ -3,8 +3,6 @@
 Router: how the tokens of a mixture of experts are distributed over the experts.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

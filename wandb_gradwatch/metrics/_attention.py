@@ -5,8 +5,6 @@ allows. `entropy` is its mean over the queries, in nats; `entropy_ratio` is the 
 entropy over the queries with at least two keys. Both describe the softmax, before any dropout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

@@ -12,8 +12,6 @@ width.
 Source: M. Haas et al., arXiv 2505.22491.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Updates: how far each parameter moves in a step. Reference: distances to the tensors of a frozen model."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence

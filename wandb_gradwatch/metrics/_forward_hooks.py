@@ -8,8 +8,6 @@ Modules inside a compiled region are not seen: a hook would break the graph, or 
 modules outside of it are seen, including that of the compiled model; a message says once if nothing is seen.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

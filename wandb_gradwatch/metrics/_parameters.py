@@ -1,7 +1,5 @@
 """Probes of parameters: histograms, the optimizer's state and update, and the spectrum of matrices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 NoiseScale: the noise of a micro-batch's or a rank's gradient, relative to the gradient itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import statistics

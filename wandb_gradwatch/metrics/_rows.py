@@ -1,7 +1,5 @@
 """Values that a sample collects on the device and merges over micro-batches, and helpers for tensors in outputs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar

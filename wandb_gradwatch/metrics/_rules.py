@@ -1,7 +1,5 @@
 """Rules for the numbers that probes measure. They are pure functions from snapshots to alerts."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Destinations of snapshots and alerts: the W&B run, the console, a webhook and memory."""
 
-from __future__ import annotations
-
 from ._base import ConsoleSink, MemorySink, Sink
 from ._wandb_run import WandbSink
 from ._webhook import WebhookSink

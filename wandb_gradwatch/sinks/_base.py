@@ -3,8 +3,6 @@
 MemorySink keeps lists for tests, notebooks and other programs; ConsoleSink prints lines in a terminal.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable

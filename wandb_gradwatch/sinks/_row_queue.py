@@ -1,7 +1,5 @@
 """The queue of our rows that are not logged yet, in order."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A sink that logs snapshots and alerts to a W&B run. The user owns the run: the sink does not start or finish it."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping

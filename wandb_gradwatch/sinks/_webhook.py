@@ -1,7 +1,5 @@
 """A sink that sends alerts to a Slack-compatible incoming webhook, for machines without a live connection to W&B."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading
