@@ -63,12 +63,16 @@ def is_new(gradient: Tensor) -> bool:
 
 def look_at(gradients: Iterable[Tensor]) -> list[int]:
     """Return the gradients' states, and record that their current values have been looked at."""
-    gradients = list(gradients)
-    states = _states_of(gradients)
-    for place, gradient in enumerate(gradients):
-        if states[place] <= _NEVER:
-            states[place] |= next(_TOKENS) << _VERSION_BITS
-        gradient.__dict__[_SEEN] = states[place]
+    states = []
+    for gradient in gradients:
+        attributes = gradient.__dict__
+        seen = attributes.get(_SEEN)
+        token = next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER
+        try:
+            attributes[_SEEN] = token | gradient._version
+        except RuntimeError:  # an inference tensor has no version
+            attributes[_SEEN] = token
+        states.append(attributes[_SEEN])
     return states
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -47,51 +48,84 @@ def measure(
     gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
 ) -> Measurement:
     """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64."""
-    elements, num_implicit_zeros, exponent = scaled_elements(gradients, inverse_scale)
-    batches, starts_N, num_pieces = _batches(elements)
-    rows_MC = np.empty((num_pieces, NUM_COLUMNS))
-    rows_MC[:] = IDENTITY_C
+    elements, others, num_implicit_zeros, exponent = scaled_elements(gradients, parameters or (), inverse_scale)
     threshold = math.ldexp(dead_threshold, -exponent)
-    dead = {layout.float_dtype: largest_magnitude_within(threshold, layout) for layout in (FLOAT32, FLOAT64)}
-    counted: list[tuple[list[int], IntArray]] = []  # pieces, and the counts of their codes
-
-    def read(pieces: list[int], values: Floats, bounds: IntArray) -> None:
-        rows_MC[pieces], codes_GK = measure_pieces(values, bounds, dead[values.dtype], count_codes=histogram)
-        if codes_GK is not None:
-            counted.append((pieces, codes_GK))
-
-    _each(batches, read)
-    histogram_MB = _histogram(counted, rows_MC, exponent) if histogram else None
-    rows_NC, histogram_NB = merged(rows_MC, histogram_MB, starts_N)
+    rows_NC, histogram_NB, others_N3 = _read(elements, others, threshold, exponent if histogram else None)
     rows_NC[:, RECEIVED_COLUMNS] = rows_NC[:, AS_LEFT]
     rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
     if parameters is not None:
-        sums_N3 = _sums_of_squares(readable(parameters, "cpu")[0])
-        rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sums_N3[:, 0], sums_N3[:, 1:].sum(1)
+        rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = (
+            others_N3[:, 0],
+            others_N3[:, 1] + others_N3[:, 2],
+        )
     return of_gradients(rows_NC, histogram_NB, num_implicit_zeros, exponent)
 
 
 def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
-    elements, _, exponent = scaled_elements(gradients, inverse_scale)
-    sums_N3 = _sums_of_squares(elements)
+    elements, _, _, exponent = scaled_elements(gradients, (), inverse_scale)
+    sums_N3 = _read((), elements)[2]
     sums_N3[:, 0] *= math.ldexp(1.0, 2 * exponent)
     return torch.from_numpy(sums_N3)
 
 
+def _read(
+    elements: Sequence[Tensor], others: Sequence[Tensor], threshold: float = 0.0, exponent: int | None = None
+) -> tuple[FloatArray, IntArray | None, FloatArray]:
+    """Read N tensors for whole rows, and others only for what the received columns contain, all in one pass.
+
+    Args:
+        threshold: the dead threshold for the elements as they are.
+        exponent: count a histogram of the N tensors multiplied by 2**exponent; None for no histogram.
+
+    Returns:
+        The rows [N, C], the histogram [N, B], and of the others the received columns [any, 3].
+    """
+    batches, starts, num_pieces = _batches([*elements, *others])
+    num_whole = starts[len(elements)] if others else num_pieces  # pieces of the first N tensors
+    rows_MC = np.empty((num_pieces, NUM_COLUMNS))
+    rows_MC[:] = IDENTITY_C
+    dead = {layout.float_dtype: largest_magnitude_within(threshold, layout) for layout in (FLOAT32, FLOAT64)}
+    counted: list[tuple[list[int], IntArray]] = []  # pieces, and the counts of their codes
+
+    def read(pieces: list[int], values: Floats, bounds: IntArray) -> None:
+        num = bisect_left(pieces, num_whole)
+        if num:
+            magnitude, end = dead[values.dtype], bounds[num]
+            whole = measure_pieces(values[:end], bounds[: num + 1], magnitude, count_codes=exponent is not None)
+            rows_MC[pieces[:num]], codes_GK = whole
+            if codes_GK is not None:
+                counted.append((pieces[:num], codes_GK))
+        if num < len(pieces):
+            received = sum_sq_pieces(values[bounds[num] :], bounds[num:-1] - bounds[num])
+            rows_MC[pieces[num:], RECEIVED_COLUMNS] = received
+
+    _each(batches, read)
+    histogram_MB = None if exponent is None else _histogram(counted, rows_MC[:num_whole], exponent)
+    starts_N, starts_of_others = np.array(starts[: len(elements)]), np.array(starts[len(elements) :]) - num_whole
+    rows_NC, histogram_NB = merged(rows_MC[:num_whole], histogram_MB, starts_N)
+    of_others, _ = merged(rows_MC[num_whole:], None, starts_of_others)
+    return rows_NC, histogram_NB, of_others[:, RECEIVED_COLUMNS]
+
+
 def scaled_elements(
-    gradients: Sequence[Tensor], inverse_scale: Tensor | None
-) -> tuple[Sequence[Tensor], Sequence[int], int]:
-    """Return tensors whose memory holds the elements, implicit zeros, and n of a factor 2**n still to be applied."""
-    elements, num_implicit_zeros = readable(gradients, "cpu")
+    gradients: Tensors, parameters: Tensors, inverse_scale: Scale
+) -> tuple[Tensors, Tensors, Sequence[int], int]:
+    """Return tensors whose memory holds the elements of the gradients and of the parameters.
+
+    Also the gradients' numbers of implicit zeros, and n of a factor 2**n that is still to be applied to them.
+    """
+    stored, num_implicit_zeros = readable([*gradients, *parameters], "cpu")
+    num = len(gradients)
+    elements, others, num_implicit_zeros = stored[:num], stored[num:], num_implicit_zeros[:num]
     if inverse_scale is None:
-        return elements, num_implicit_zeros, 0
+        return elements, others, num_implicit_zeros, 0
     scale = float(inverse_scale)
     mantissa, exponent = math.frexp(scale)
     if mantissa == 0.5 and -400 < exponent <= 1:
         # A power of two only shifts exponents: the bits are read unscaled; sums and bins are shifted afterwards.
-        return elements, num_implicit_zeros, exponent - 1
-    return [e.to(torch.float64) * scale for e in elements], num_implicit_zeros, 0
+        return elements, others, num_implicit_zeros, exponent - 1
+    return [e.to(torch.float64) * scale for e in elements], others, num_implicit_zeros, 0
 
 
 def _histogram(counted: Sequence[tuple[list[int], IntArray]], rows_MC: FloatArray, exponent: int) -> IntArray:
@@ -133,24 +167,12 @@ def of_gradients(
     return measured
 
 
-def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
-    """Return the sum of squares of the finite elements, the number of NaN and the number of Inf: [N, 3]."""
-    batches, starts_N, num_pieces = _batches(elements)
-    sums_M3 = np.zeros((num_pieces, 3))
-
-    def read(pieces: list[int], values: Floats, bounds: IntArray) -> None:
-        sums_M3[pieces] = sum_sq_pieces(values, bounds[:-1])
-
-    _each(batches, read)
-    return sums_M3 if len(starts_N) == num_pieces else np.add.reduceat(sums_M3, starts_N)
-
-
-def _batches(elements: Sequence[Tensor]) -> tuple[list[Batch], IntArray, int]:
+def _batches(elements: Sequence[Tensor]) -> tuple[list[Batch], list[int], int]:
     """Cut large tensors, and put small ones of one dtype together.
 
     Returns:
         batches: the pieces that are not empty, each in one batch.
-        starts: the number of each tensor's first piece, of which an empty tensor has one, too: [N].
+        starts: the number of each tensor's first piece, of which an empty tensor has one, too.
         num_pieces: M.
     """
     batches: list[Batch] = []
@@ -173,17 +195,17 @@ def _batches(elements: Sequence[Tensor]) -> tuple[list[Batch], IntArray, int]:
             batch[0].append(num_pieces)
             batch[1].append(tensor)
         num_pieces += 1
-    return batches, np.array(starts), num_pieces
+    return batches, starts, num_pieces
 
 
 def _each(batches: Sequence[Batch], read: Callable[[list[int], Floats, IntArray], None]) -> None:
     """Call a function with each batch: the numbers of its pieces, their elements together, and the bounds of each."""
 
-    # Overflow in float32 is detected in the result, and the piece is read again in float64.
-    @np.errstate(over="ignore", invalid="ignore")  # numpy's error state is per thread
     def read_batch(batch: Batch) -> None:
         pieces, tensors = batch
-        read(pieces, _floats(tensors), np.array([0, *itertools.accumulate(map(Tensor.numel, tensors))]))
+        # Overflow in float32 is detected in the result, and the piece is read again in float64.
+        with np.errstate(over="ignore", invalid="ignore"):  # numpy's error state is per thread
+            read(pieces, _floats(tensors), np.array([0, *itertools.accumulate(map(Tensor.numel, tensors))]))
 
     THREAD_POOL.each(batches, read_batch, torch.get_num_threads() if len(batches) >= _SHARED_FROM else 1)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import cpu
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, IntArray
 from .compilation import Compilation, after_other_processes
-from .elements import ITEMSIZES, NATIVE_DTYPES, Measurement, Scale, Tensors, readable
+from .elements import ITEMSIZES, NATIVE_DTYPES, Measurement, Scale, Tensors
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import THREAD_POOL
 
@@ -88,8 +88,7 @@ def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
 def _measure(
     loops: Loops, gradients: Tensors, parameters: Tensors | None, dead_threshold: float, scale: Scale, histogram: bool
 ) -> Measurement:
-    elements, num_zeros, exponent = cpu.scaled_elements(gradients, scale)
-    parameter_elements = readable(parameters, "cpu")[0] if parameters is not None else ()
+    elements, parameter_elements, num_zeros, exponent = cpu.scaled_elements(gradients, parameters or (), scale)
     (table, parameter_table), starts_N = _tables(elements, parameter_elements)
     rows = np.empty((len(table), NUM_COLUMNS))
     counts = np.zeros((len(table), NUM_BINS if histogram else 0), dtype=np.int64)

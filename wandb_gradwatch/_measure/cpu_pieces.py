@@ -143,7 +143,7 @@ def _is_large(values: Floats, starts: IntArray) -> bool:
 def _count(found: npt.NDArray[np.bool_], starts: IntArray) -> IntArray:
     if len(starts) == 1:  # reduceat takes ten times as long
         return np.array([np.count_nonzero(found)])
-    return np.add.reduceat(found, starts, dtype=np.int64)
+    return np.add.reduceat(found, starts, dtype=np.uint32).astype(np.int64)  # half of the time of int64
 
 
 def _sum(values: Floats, starts: IntArray, *, of_squares: bool = False) -> FloatArray:

@@ -10,7 +10,7 @@ import importlib.util
 import subprocess
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Final
 
@@ -151,6 +151,7 @@ def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+_has_autocast: Final = cache(torch.amp.is_autocast_available)
 _COMPILER: Final = {"cuda": "Triton", "compiled": "numba"}
 _WITHOUT_COMPILER: Final = {"cuda": "torch", "compiled": "cpu"}  # the backends that "auto" falls back to
 _triton_failed: list[Exception] = []  # the error after which "auto" no longer uses Triton in this process
@@ -159,30 +160,33 @@ _triton_failed: list[Exception] = []  # the error after which "auto" no longer u
 def _run(function: str, backend: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Call a function of a backend; if its kernels fail, "auto" falls back to one without a compiler and warns once."""
     device = gradients[0].device
+    casts = _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
+    if casts or torch.is_grad_enabled():  # by the user: a measurement needs plain arithmetic
+        with torch.no_grad(), torch.autocast(device.type, enabled=False) if casts else nullcontext():
+            return _run(function, backend, gradients, *args, **kwargs)
     name = resolve_backend(backend, device, "gradients[0]")
-    with _plain_arithmetic(device):
-        try:
-            return getattr(_module(name), function)(gradients, *args, **kwargs)
-        except torch.cuda.OutOfMemoryError:
-            raise  # not caused by the kernels, and the fallback needs more memory than they do
-        except Exception as error:
-            raise_interruption(error)
-            if backend != "auto" or name not in _WITHOUT_COMPILER:
-                raise
-            failure = error
-        plain = _WITHOUT_COMPILER[name]
-        result = getattr(_module(plain), function)(gradients, *args, **kwargs)  # if this raises, no kernel was at fault
-        if name == "cuda":
-            _triton_failed.append(failure)
-        else:
-            cpu_compiled.LOOPS.fail(failure)
-        warnings.warn(
-            f"the {_COMPILER[name]} kernels failed ({why_not(failure)}); "
-            f"measuring gradients with backend={plain!r} from now on",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        return result
+    try:
+        return getattr(_module(name), function)(gradients, *args, **kwargs)
+    except torch.cuda.OutOfMemoryError:
+        raise  # not caused by the kernels, and the fallback needs more memory than they do
+    except Exception as error:
+        raise_interruption(error)
+        if backend != "auto" or name not in _WITHOUT_COMPILER:
+            raise
+        failure = error
+    plain = _WITHOUT_COMPILER[name]
+    result = getattr(_module(plain), function)(gradients, *args, **kwargs)  # if this raises, no kernel was at fault
+    if name == "cuda":
+        _triton_failed.append(failure)
+    else:
+        cpu_compiled.LOOPS.fail(failure)
+    warnings.warn(
+        f"the {_COMPILER[name]} kernels failed ({why_not(failure)}); "
+        f"measuring gradients with backend={plain!r} from now on",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return result
 
 
 def why_not(failure: Exception) -> str:
@@ -192,22 +196,6 @@ def why_not(failure: Exception) -> str:
     if isinstance(failure, subprocess.CalledProcessError):
         return f"Triton's C compiler failed, which needs Python's headers, as in python3-dev: {failure!r}"
     return repr(failure)
-
-
-_UNCHANGED: Final = nullcontext()
-_has_autocast: Final = cache(torch.amp.is_autocast_available)
-
-
-def _plain_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
-    """Disable autograd and the user's autocast during a measurement."""
-    casts = _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
-    if not casts and not torch.is_grad_enabled():  # the usual case
-        return _UNCHANGED
-    contexts = ExitStack()
-    contexts.enter_context(torch.no_grad())
-    if casts:
-        contexts.enter_context(torch.autocast(device.type, enabled=False))
-    return contexts
 
 
 @cache

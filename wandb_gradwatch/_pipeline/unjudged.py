@@ -11,7 +11,7 @@ from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._transfer.transfers import ArrivedSample
 from ..snapshot import keys
 
-LONGEST_WAIT: Final = 0.02  # seconds
+LONGEST_WAIT: Final = 0.05  # seconds
 MOST_WAITING: Final = 16
 FIRST_ONE_BY_ONE: Final = 100  # samples after the start: most faults of a training show there
 
@@ -35,9 +35,8 @@ def notable(sample: ArrivedSample, total_C: Sequence[float]) -> Notable:
 
 
 def may_wait(new: Notable, last: Notable, *, judged_sum_sq: float) -> bool:
-    """Whether nothing is notable: a sound sample like the last one, with at most twice the norm judged last or half."""
-    is_alike = new.gradients_of == last.gradients_of and judged_sum_sq / 4 <= new.sum_sq <= judged_sum_sq * 4
-    return new.is_sound and is_alike
+    """Whether nothing is notable: a sound sample like the last one, with at most twice the norm judged last."""
+    return new.is_sound and new.gradients_of == last.gradients_of and new.sum_sq <= judged_sum_sq * 4
 
 
 class Unjudged:

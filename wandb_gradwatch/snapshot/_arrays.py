@@ -49,7 +49,9 @@ else:
                 return self
             value = self._compute(owner)
             # The descriptor has no __set__, so later reads find this entry and do not call __get__ again.
-            vars(owner)[self._name] = value = frozen(value) if isinstance(value, np.ndarray) else value
+            vars(owner)[self._name] = value
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
             return value
 
 
