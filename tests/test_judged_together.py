@@ -197,7 +197,6 @@ def test_nothing_waits_between_samples_that_are_apart_nor_where_the_budget_decid
         lambda loop: loop.step(math.nan),
         lambda loop: loop.step(math.inf),
         lambda loop: loop.step(2.1),
-        lambda loop: loop.step(0.4),
         lambda loop: loop.step(0.0),
         lambda loop: loop.step(parameters=1),
         lambda loop: (loop.watcher.loss(math.nan), loop.step()),
