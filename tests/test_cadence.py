@@ -48,7 +48,7 @@ def test_the_first_sample_of_a_window_has_a_histogram_by_default_only():
 
 @pytest.mark.parametrize("value", [0, -0.1, 1, 1.5, True, "1%"])
 def test_a_budget_that_makes_no_sense(value):
-    with pytest.raises(ValueError, match=re.escape(f"max_overhead={value!r} must be a share between 0 and 1")):
+    with pytest.raises(ValueError, match=re.escape(f"max_overhead={value!r} must be above 0 and below 1")):
         Budget(value)
 
 

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import re
+import weakref
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"dead_threshold": -1}, ValueError, "dead_threshold=-1 must be a number, at least 0"),
         (nn.Linear(1, 1), {"dead_threshold": math.nan}, ValueError, "dead_threshold=nan must be"),
         (nn.Linear(1, 1), {"group_by": "layer"}, ValueError, "group_by='layer' must be"),
-        (nn.Linear(1, 1), {"start_step": -1}, ValueError, "start_step=-1 must be"),
+        (nn.Linear(1, 1), {"start_step": -1}, ValueError, "start_step=-1 must be a whole number of steps, at least 0"),
+        (nn.Linear(1, 1), {"max_overhead": 1}, ValueError, "max_overhead=1 must be above 0 and below 1, for instance"),
         (nn.Linear(1, 1), {"start_step": "7"}, ValueError, "start_step='7' must be"),
         (nn.Linear(1, 1), {"start_step": None}, ValueError, "start_step=None must be"),
         (nn.Linear(1, 1), {"rules": [3]}, TypeError, "3"),
@@ -322,6 +324,21 @@ def test_watched_twice_unwatched_and_watched_again_every_row_once(start_run):
     rows = [row for row in history(run) if "gradwatch/step" in row]
     assert [row["gradwatch/grad_norm"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["gradwatch/step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("ends", ["remove", "_script_ends"])
+def test_a_removed_watcher_that_the_script_holds_is_not_called_when_the_interpreter_clears_the_model(ends):
+    """It was, after torch had been cleared: "Exception ignored in" was the last line of every such script."""
+    model = nn.Linear(2, 2)
+    watcher, _ = watch(model)
+
+    def is_called() -> bool:
+        callbacks = [reference.__callback__ for reference in weakref.getweakrefs(model)]
+        return any(getattr(callback, "__self__", None) is watcher for callback in callbacks)
+
+    assert is_called()  # while it watches
+    getattr(watcher, ends)()
+    assert not is_called()
 
 
 def test_the_state_is_small_and_plain_when_nothing_is_pending():

@@ -139,7 +139,7 @@ def watch(
         raise ValueError(f'log={log!r} must be "gradients", "parameters" or "all": which histograms are logged')
     check_details(details)
     if isinstance(start_step, bool) or not isinstance(start_step, Integral) or start_step < 0:
-        raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
+        raise ValueError(f"start_step={start_step!r} must be a whole number of steps, at least 0")
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
     cadence.every(start_step + 1)  # calls a sample_every function once, so that an invalid result raises here
     if has_deepspeed(module for _, module in with_prefixes(model)):

@@ -79,6 +79,7 @@ class Watcher:
             if parts.guard is not None and guarded:
                 parts.guard.replay = parts.replay
         self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, name)
+        self._models: list[weakref.ref[torch.nn.Module]] = []
         try:
             self._sampler.start(name)
             # The watcher must not keep the model alive, and its hooks must not outlive the model.
@@ -279,6 +280,7 @@ class Watcher:
 
     def _stop(self) -> None:
         self._removed = True
+        self._models = []  # otherwise _model_gone would run while the interpreter exits, when torch no longer exists
         self._sampler.stop()
         if self._parts.replay is not None:
             self._parts.replay.close()

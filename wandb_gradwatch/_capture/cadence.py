@@ -105,7 +105,7 @@ class Budget:
     again. As it may be the first of many, the next sample waits until that cost is earned, but at most 1,000 steps.
 
     Args:
-        max_overhead: the monitor's seconds per second of training, 0.01 for one percent.
+        max_overhead: the monitor's seconds per second of training, 0.01.
 
     Raises:
         ValueError: max_overhead is not between 0 and 1.
@@ -121,7 +121,7 @@ class Budget:
 
     def __init__(self, max_overhead: float) -> None:
         if isinstance(max_overhead, bool) or not isinstance(max_overhead, int | float) or not 0 < max_overhead < 1:
-            raise ValueError(f"max_overhead={max_overhead!r} must be a share between 0 and 1, for instance 0.01")
+            raise ValueError(f"max_overhead={max_overhead!r} must be above 0 and below 1, for instance 0.01")
         self._limit = max_overhead
         self._began: tuple[int, float, float] | None = None  # step, time, seconds spent
         self._last = (0, 0.0, 0.0)
