@@ -1,6 +1,5 @@
 """Runs a step with NaN or Inf once more, to find the operation that made them."""
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,10 +20,8 @@ from .._runtime.outputs import tensors_of
 from .._runtime.sharding import local_part, rank, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._runtime.wrappers import TransientHook, unwrapped
-from .search import search, unchanged
+from .search import logger, search, unchanged
 from .trace import Finding
-
-logger: Final = logging.getLogger("wandb_gradwatch")
 
 _MAX_FORWARDS: Final = 64  # kept per step; with more, the oldest are dropped
 _MAX_REPLAYS: Final = 3  # per run

@@ -4,7 +4,6 @@ Previews show both as a page on this machine before anything is sent, with panel
 """
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,9 @@ _MAX_ALERTS: Final = 50
 
 # A chart preset cannot be changed under its name, so a changed chart needs a new name.
 CHART_NAME: Final = "gradwatch-flow-1"
+# The layers x steps chart in Vega-Lite; W&B fills in `${field:...}` and `${string:...}`. Layers are in the order of the
+# table, which is the model's. Zero has no logarithm, so its cells stay empty, as do those of missing values.
+FLOW_SPEC: Final = Path(__file__).with_name("flow.json")
 # The chart's fields, and the flight recorder's columns that fill them.
 FLOW_FIELDS: Final[Mapping[str, str]] = MappingProxyType({"step": "step", "layer": "name", "norm": "grad_norm"})
 VIEW_NAME: Final = "Gradients"
@@ -146,16 +148,6 @@ def _recorder_panels(reports: Any, flow_chart: str | None) -> list[Any]:
     return [chart, table]
 
 
-def flow_spec() -> dict[str, Any]:
-    """Return the layers x steps chart in Vega-Lite; W&B fills in `${field:...}` and `${string:...}`.
-
-    Layers are in the order of the table, which is the model's. Zero has no logarithm, so its cells stay empty, as do
-    those of missing values.
-    """
-    spec: dict[str, Any] = json.loads((Path(__file__).parent / "flow.json").read_text(encoding="utf-8"))
-    return spec
-
-
 def ensure_flow_chart(entity: str) -> str | None:
     """Save the chart as a private preset of the entity and return its id; None, with a warning, if W&B refuses.
 
@@ -175,7 +167,7 @@ def ensure_flow_chart(entity: str) -> str | None:
                 display_name="Gradient flow (gradwatch)",
                 spec_type="vega2",
                 access="private",
-                spec=json.dumps(flow_spec()),
+                spec=FLOW_SPEC.read_text(encoding="utf-8"),
             )
         )
     except Exception as error:  # one of several exceptions of wandb: the report is saved without this panel

@@ -8,7 +8,6 @@ A custom loop with Accelerate needs no callback: call `watcher = wandb_gradwatch
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +18,9 @@ import torch
 from .._capture.parameter_registry import with_prefixes
 from ..metrics._forward_hooks import ROOT, ForwardHooks, ModuleIndex
 from ..snapshot import keys
-from ._session import Session, Watching, active_run, is_due, named, require
+from ._session import Session, Watching, active_run, is_due, logger, named, require
 
 _TrainerCallback: Any = require("transformers", extra="transformers").TrainerCallback
-
-logger: Final = logging.getLogger("wandb_gradwatch")
 
 _DEFAULT_LOG_EVERY: Final = 50  # used if the Trainer logs by epochs or not at all
 # Our file in each checkpoint. The Trainer's trainer_state.json is unsuitable: a window has too many numbers for it, the

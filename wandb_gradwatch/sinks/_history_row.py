@@ -148,7 +148,10 @@ class HistoryRow:
             scalars[keys.CHANGED_RATIO] = self.samples["changed"] / self.samples["all"]
         if self.whole is not None:
             quantiles = self.whole.abs_quantile(list(keys.GRAD_ABS_QUANTILES.values()))[:, 0].tolist()
-            scalars |= _present(dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True)) | _precision(self.whole))
+            found = dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True))
+            for name, of_format in forecast(self.whole).items():  # the effect of smaller number formats
+                found |= {keys.forecast_key(name, what): getattr(of_format, what) for what in keys.FORECASTS}
+            scalars |= _present(found)
         for values in (self.summed, self.largest, _present(self.last)):
             scalars |= values
         return scalars
@@ -205,15 +208,6 @@ def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[s
         counts |= dict.fromkeys((keys.NUM_NAN, keys.NUM_INF), 0.0) if shown_P.any() else {}
     counts |= _named(keys.LAYER_NUM_NONFINITE, snapshot.names, of_layers_P)
     return counts
-
-
-def _precision(total: Snapshot) -> dict[str, Number]:
-    """The effect of smaller number formats on the gradients in the histogram, by key."""
-    return {
-        keys.forecast_key(name, what): getattr(of_format, what)
-        for name, of_format in forecast(total).items()
-        for what in keys.FORECASTS
-    }
 
 
 def _counted_rows(snapshot: Snapshot) -> FloatArray | None:

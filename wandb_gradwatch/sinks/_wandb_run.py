@@ -1,6 +1,5 @@
 """A sink that logs snapshots and alerts to a W&B run. The user owns the run: the sink does not start or finish it."""
 
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -11,9 +10,7 @@ from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import GroupBy, group_function
 from ._base import Sink
 from ._history_row import Details, HistoryRow, Number, Rebinner, TableRow, in_namespace
-from ._row_scheduler import RowScheduler, row_scheduler_of
-
-logger = logging.getLogger("wandb_gradwatch")
+from ._row_scheduler import RowScheduler, logger, row_scheduler_of
 
 MAX_METRICS: Final = 10_000  # W&B recommends fewer distinct metrics in a run
 _ALERT_WAIT_SECONDS: Final = 1  # W&B drops alerts with the same title within this time; 0 means W&B's default of 60
@@ -91,7 +88,7 @@ class WandbSink(Sink):
         if getattr(run, "_is_finished", False):
             raise RuntimeError(f"W&B run {run.id!r} has ended; call wandb.init() again and pass the new run")
         group_function(group_by or "parameter")
-        self._run = run
+        self.run: Final = run  # the W&B run that the sink logs to
         self._grouping = SeriesGrouping(group_by)
         self._details = check_details(details)
         self._namespace = namespace
@@ -106,15 +103,10 @@ class WandbSink(Sink):
             self._define_metrics()
 
     def __repr__(self) -> str:
-        return f"WandbSink(run={self._run.id!r})"
-
-    @property
-    def run(self) -> Any:
-        """The W&B run that the sink logs to."""
-        return self._run
+        return f"WandbSink(run={self.run.id!r})"
 
     def namespace_in(self, run: object) -> str | None:
-        return self._namespace if self._run is run else None
+        return self._namespace if self.run is run else None
 
     def pop_seconds(self) -> float:
         return 0.0 if self._row_scheduler is None else self._row_scheduler.pop_seconds()
@@ -149,7 +141,7 @@ class WandbSink(Sink):
     @property
     def directory(self) -> str | None:
         """The folder of the run's files, which W&B uploads with the run; None for a disabled run."""
-        return None if self._row_scheduler is None else str(self._run.dir)
+        return None if self._row_scheduler is None else str(self.run.dir)
 
     def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
         """Log the flight recorder's samples as a table in a row of its own; online, only the newest at the run's end.
@@ -163,7 +155,7 @@ class WandbSink(Sink):
         if row_scheduler is None or not rows:
             return
         put = partial(row_scheduler.put, object(), TableRow(columns, rows))  # a unique owner: a table is never merged
-        if self._run.offline:
+        if self.run.offline:
             put(commit=self._commit)
         else:
             row_scheduler.forget((self, "table"))
@@ -173,7 +165,7 @@ class WandbSink(Sink):
         """Send an alert at once; W&B forwards it to Slack or e-mail if the user has switched that on."""
         has_failed = self._row_scheduler is not None and self._row_scheduler.failed
         if has_failed or self._live_scheduler() is not None:
-            self._run.alert(title=alert.title, text=alert.text, level=alert.level, wait_duration=_ALERT_WAIT_SECONDS)
+            self.run.alert(title=alert.title, text=alert.text, level=alert.level, wait_duration=_ALERT_WAIT_SECONDS)
 
     def close(self) -> None:
         """Stop writing. Queued rows are still logged before the run ends. The run itself continues."""
@@ -188,14 +180,14 @@ class WandbSink(Sink):
             return self._row_scheduler
         if not self._row_scheduler.failed:  # of which the scheduler has told
             ended = "W&B run %r has ended: gradients are no longer logged to it. Call watch() again in the next run."
-            self._say(ended, self._run.id)
+            self._say(ended, self.run.id)
         return None
 
     def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:
         """Update the run's summary while rows are queued because the script seldom or never calls `run.log()`."""
         scalars = row.scalars()
         fresh: dict[str, Number] = {key: scalars[key] for key in (keys.STEP, *keys.SUMMARY) if key in scalars}
-        self._run.summary.update(in_namespace(fresh, self._namespace))
+        self.run.summary.update(in_namespace(fresh, self._namespace))
         if row_scheduler.num_user_calls == 0 and row_scheduler.num_waiting >= _STARVED_WINDOWS:
             self._say(
                 "%d rows of gradients are queued because the script has not called run.log() yet. They are logged when "
@@ -216,7 +208,7 @@ class WandbSink(Sink):
             return
         self._told_names = names
         told = {"names": names} if not self._namespace else {self._namespace: {"names": names}}
-        self._run.config.update({"gradwatch": told}, allow_val_change=True)
+        self.run.config.update({"gradwatch": told}, allow_val_change=True)
         by_key: dict[str, list[str]] = {}
         for name in names:
             by_key.setdefault(keys.in_key(name), []).append(repr(name))
@@ -242,7 +234,7 @@ class WandbSink(Sink):
                 # Without step_sync=False, W&B adds our step to rows of the user that contain a key of these families.
                 options = {} if key == keys.STEP else {"step_metric": keys.STEP, "step_sync": False}
                 # W&B would send a histogram in the summary again every few seconds.
-                self._run.define_metric(key, **options, **({} if is_in_summary else {"summary": "none"}))
+                self.run.define_metric(key, **options, **({} if is_in_summary else {"summary": "none"}))
 
 
 class SeriesGrouping:
