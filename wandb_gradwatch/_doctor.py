@@ -1,7 +1,5 @@
 """Check the environment, measure the overhead of watch(), and recommend changes. Nothing uses the network."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform
@@ -34,6 +32,30 @@ STEPS_PER_BLOCK: Final = 50  # the default log_every: each watched block has one
 WARM_UP_STEPS: Final = 5
 ACCEPTABLE_OVERHEAD: Final = 0.01  # share of the training time, the default of max_overhead
 _SIGNS: Final = {"good": ("✓", "green"), "note": ("▲", "yellow"), "problem": ("✗", "red")}
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check."""
+
+    name: str
+    found: str  # what was found
+    verdict: Verdict = "good"  # "note": it works but could be better; "problem": it does not work
+    advice: str = ""  # what to do
+
+
+@dataclass(frozen=True)
+class OverheadMeasurement:
+    """The overhead of watch() on this machine."""
+
+    device: str
+    num_parameters: int  # of the model that was trained
+    batch: int  # rows per step
+    step_ms: float  # time per step without watch(), from the pair of blocks with the median overhead
+    watched_step_ms: float  # time per step with watch() from the same pair, including its share of a flush
+    ratio: float  # (watched_step_ms - step_ms) / watched_step_ms, as in `gradwatch/overhead_ratio`
+    spread: float  # largest minus smallest overhead of the pairs; shows how reliable the ratio is
+    sample_every: int  # keeps the overhead within ACCEPTABLE_OVERHEAD; about what the default cadence chooses
 
 
 def run_doctor(num_parameters: int | None, *, json: bool) -> int:
@@ -84,16 +106,6 @@ def _advice(measured: OverheadMeasurement) -> str:
         f"{measured.sample_every:,} here; sample_every=1 measures all, max_overhead=0.05 about five times as many. "
         "With larger batches a larger share of steps is measured: the cost depends on the parameters, not on the data."
     )
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check."""
-
-    name: str
-    found: str  # what was found
-    verdict: Verdict = "good"  # "note": it works but could be better; "problem": it does not work
-    advice: str = ""  # what to do
 
 
 def check_environment() -> list[Check]:
@@ -197,20 +209,6 @@ def _version_or_none(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-@dataclass(frozen=True)
-class OverheadMeasurement:
-    """The overhead of watch() on this machine."""
-
-    device: str
-    num_parameters: int  # of the model that was trained
-    batch: int  # rows per step
-    step_ms: float  # time per step without watch(), from the pair of blocks with the median overhead
-    watched_step_ms: float  # time per step with watch() from the same pair, including its share of a flush
-    ratio: float  # (watched_step_ms - step_ms) / watched_step_ms, as in `gradwatch/overhead_ratio`
-    spread: float  # largest minus smallest overhead of the pairs; shows how reliable the ratio is
-    sample_every: int  # keeps the overhead within ACCEPTABLE_OVERHEAD; about what the default cadence chooses
 
 
 def measure_overhead(num_parameters: int, blocks: Iterable[int] = range(2 * PAIRS)) -> OverheadMeasurement:

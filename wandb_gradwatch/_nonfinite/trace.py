@@ -5,8 +5,6 @@ that makes bad elements from finite ones is an origin; one that reads bad elemen
 that a program writes on purpose (masks) have an origin too, but count only if they make a NaN.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -59,7 +57,7 @@ class InputRange:
     num_nonfinite: int  # number of elements that are NaN or Inf
 
     @classmethod
-    def of(cls, tensor: Tensor) -> InputRange:
+    def of(cls, tensor: Tensor) -> "InputRange":
         """Compute the statistics of a tensor. Waits for its device."""
         values = _real(tensor)
         finite = values[torch.isfinite(values)].double()

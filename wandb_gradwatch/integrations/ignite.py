@@ -3,8 +3,6 @@
 GradWatch(model).attach(trainer)
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import weakref
@@ -114,7 +112,7 @@ class GradWatch(Watching):
         # No limit on skipped steps in a row: a long series of spikes ends when their level becomes the usual one.
         self._guard = SkipGuard(is_bad=_while_alive(self._is_bad, False), max_in_a_row=sys.maxsize)
 
-    def attach(self, engine: Any) -> GradWatch:
+    def attach(self, engine: Any) -> "GradWatch":
         """Watch the model while this engine runs.
 
         Raises:

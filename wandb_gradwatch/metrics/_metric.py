@@ -1,7 +1,5 @@
 """Metric: a user-defined function of tensors; FunctionMetrics: the probe that applies all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -134,13 +132,13 @@ class Tally:
     count: int  # E
 
     @classmethod
-    def of(cls, values_KE: Tensor, aggregate: Aggregate, labels: list[str]) -> Tally:
+    def of(cls, values_KE: Tensor, aggregate: Aggregate, labels: list[str]) -> "Tally":
         """Reduce the values of one forward, or of one tensor; E is at least 1."""
         values_KE = values_KE.detach().to(wide_dtype(values_KE.device))
         state = values_KE.clone() if callable(aggregate) else _REDUCTIONS[aggregate][0](values_KE, 1)
         return cls(labels, aggregate, (state,), values_KE.shape[1])
 
-    def merge(self, later: Tally) -> Tally:
+    def merge(self, later: "Tally") -> "Tally":
         states = self.states + later.states
         if not callable(self.aggregate):
             states = (_REDUCTIONS[self.aggregate][1](*states),)

@@ -9,8 +9,6 @@ Sums of squares over the shards of a parameter add up to those of the whole para
 ranks, as rows do. Other functions of a shard do not merge: they are skipped, and a message says so once.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -88,7 +86,7 @@ class Layout:
     num_ranks: int
 
     @classmethod
-    def of(cls, tensor: WatchedTensor) -> Layout | None:
+    def of(cls, tensor: WatchedTensor) -> "Layout | None":
         """Return the layout of a DTensor, with its cuts in the order of the mesh, as `distribute_tensor` makes them.
 
         None for any other: whole, flat (FSDP1), interleaved (two kinds of parallelism on one dimension), or not on this

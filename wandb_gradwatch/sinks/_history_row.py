@@ -5,8 +5,6 @@ History rows are mergeable: HistoryRow.of(a.merge(b)) equals HistoryRow.of(a).me
 does not depend on the number of samples. A missing value has no key; it is never logged as NaN or 0.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -65,6 +63,52 @@ _OF_THE_MODEL: Final = {
 }
 
 
+class Rebinner:
+    """Converts the mergeable histograms, with many uneven bins, to W&B histograms with 65 even bins around zero.
+
+    The mergeable histograms have two bins per octave from 2^-126 on, which is exact but unreadable as a heat map. A W&B
+    histogram has 65 even bins, with zero in the middle one. Its range is a power of two above the 99.9 % quantile of
+    |g|, so that a few outliers do not press all other elements into one bin; the outermost bins count the outliers. The
+    range of a key seldom changes, so that the rows of a heat map are comparable.
+    """
+
+    def __init__(self) -> None:
+        self._exponent_of: dict[str, int] = {}
+
+    def draw(self, histograms: Mapping[str, MetricHistogram]) -> dict[str, tuple[list[int], list[float]]]:
+        """Counts [K] and edges [K + 1] of every histogram that is not empty, by key."""
+        if not histograms:
+            return {}
+        histogram_PB = np.concatenate([one.counts for one in histograms.values()]).reshape(len(histograms), -1)
+        below_PB = np.zeros((len(histograms), NUM_BINS + 1), dtype=np.int64)  # elements below each bin edge
+        histogram_PB.cumsum(axis=1, out=below_PB[:, 1:])
+        if not (counts_any_P := below_PB[:, -1] > 0).all():
+            return self.draw(dict(itertools.compress(histograms.items(), counts_any_P)))
+        low_P = np.array([histogram.low for histogram in histograms.values()])
+        high_P = np.array([histogram.high for histogram in histograms.values()])
+        # E distinct ranges: many layers share one.
+        exponents = self._exponents(histograms, _reach(below_PB, low_P, high_P))
+        place_of = {exponent: place for place, exponent in enumerate(dict.fromkeys(exponents))}
+        ranges = [place_of[exponent] for exponent in exponents]
+        edges_EK = np.ldexp(_LOWER_EDGES_K / HALF_BINS, np.array(list(place_of))[:, None])
+        counts_PK = _redistribute(below_PB, edges_EK, np.array(ranges), low_P, high_P)
+        edges = edges_EK.tolist()
+        pictures = zip(counts_PK.tolist(), map(edges.__getitem__, ranges), strict=True)
+        return dict(zip(histograms, pictures, strict=True))
+
+    def _exponents(self, names: Iterable[str], reach_P: FloatArray) -> list[int]:
+        """The exponents of the power-of-two ranges that cover `reach_P`; a key keeps its last exponent if that fits."""
+        mantissa_P, exponent_P = np.frexp(reach_P)
+        needed_P = np.maximum(exponent_P - (mantissa_P == 0.5), -1000)
+        exponents = []
+        for name, needed, is_zero in zip(names, needed_P.tolist(), (reach_P == 0).tolist(), strict=True):
+            known = self._exponent_of.get(name)
+            if not is_zero and (known is None or not needed <= known <= needed + _STICKY_OCTAVES):
+                known = self._exponent_of[name] = needed
+            exponents.append(known or 0)  # None for a key that has had nothing but zeros
+        return exponents
+
+
 @dataclass(frozen=True)
 class HistoryRow:
     """One history row before it is logged."""
@@ -83,7 +127,7 @@ class HistoryRow:
     @classmethod
     def of(
         cls, snapshot: Snapshot, details: Details = (), rebinner: Rebinner | None = None, namespace: str = ""
-    ) -> HistoryRow:
+    ) -> "HistoryRow":
         """Make the row of a window with at least one sample; `details` selects statistics out of keys.DETAILS."""
         names, latest = snapshot.names, _latest(snapshot)
         shown_P = np.logical_or.reduce(snapshot.present, axis=0)
@@ -124,7 +168,7 @@ class HistoryRow:
             namespace=namespace,
         )
 
-    def merge(self, later: HistoryRow) -> HistoryRow:
+    def merge(self, later: "HistoryRow") -> "HistoryRow":
         """Merge this row with a later one into the row of both windows."""
         wholes = [whole for whole in (self.whole, later.whole) if whole is not None]
         both = wholes[0].merge(*wholes[1:]) if wholes else None
@@ -265,7 +309,7 @@ class TableRow:
     rows: list[list[Any]]
     step = None  # the table shares a W&B row with no other row
 
-    def merge(self, later: TableRow) -> TableRow:
+    def merge(self, later: "TableRow") -> "TableRow":
         return later
 
     def parts(self) -> list[dict[str, Any]]:
@@ -282,52 +326,6 @@ class TableRow:
 def in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number]:
     """Insert a namespace into the model-wide keys; the step and the keys of layers stay as they are."""
     return {keys.in_namespace(key, namespace): value for key, value in values.items()} if namespace else values
-
-
-class Rebinner:
-    """Converts the mergeable histograms, with many uneven bins, to W&B histograms with 65 even bins around zero.
-
-    The mergeable histograms have two bins per octave from 2^-126 on, which is exact but unreadable as a heat map. A W&B
-    histogram has 65 even bins, with zero in the middle one. Its range is a power of two above the 99.9 % quantile of
-    |g|, so that a few outliers do not press all other elements into one bin; the outermost bins count the outliers. The
-    range of a key seldom changes, so that the rows of a heat map are comparable.
-    """
-
-    def __init__(self) -> None:
-        self._exponent_of: dict[str, int] = {}
-
-    def draw(self, histograms: Mapping[str, MetricHistogram]) -> dict[str, tuple[list[int], list[float]]]:
-        """Counts [K] and edges [K + 1] of every histogram that is not empty, by key."""
-        if not histograms:
-            return {}
-        histogram_PB = np.concatenate([one.counts for one in histograms.values()]).reshape(len(histograms), -1)
-        below_PB = np.zeros((len(histograms), NUM_BINS + 1), dtype=np.int64)  # elements below each bin edge
-        histogram_PB.cumsum(axis=1, out=below_PB[:, 1:])
-        if not (counts_any_P := below_PB[:, -1] > 0).all():
-            return self.draw(dict(itertools.compress(histograms.items(), counts_any_P)))
-        low_P = np.array([histogram.low for histogram in histograms.values()])
-        high_P = np.array([histogram.high for histogram in histograms.values()])
-        # E distinct ranges: many layers share one.
-        exponents = self._exponents(histograms, _reach(below_PB, low_P, high_P))
-        place_of = {exponent: place for place, exponent in enumerate(dict.fromkeys(exponents))}
-        ranges = [place_of[exponent] for exponent in exponents]
-        edges_EK = np.ldexp(_LOWER_EDGES_K / HALF_BINS, np.array(list(place_of))[:, None])
-        counts_PK = _redistribute(below_PB, edges_EK, np.array(ranges), low_P, high_P)
-        edges = edges_EK.tolist()
-        pictures = zip(counts_PK.tolist(), map(edges.__getitem__, ranges), strict=True)
-        return dict(zip(histograms, pictures, strict=True))
-
-    def _exponents(self, names: Iterable[str], reach_P: FloatArray) -> list[int]:
-        """The exponents of the power-of-two ranges that cover `reach_P`; a key keeps its last exponent if that fits."""
-        mantissa_P, exponent_P = np.frexp(reach_P)
-        needed_P = np.maximum(exponent_P - (mantissa_P == 0.5), -1000)
-        exponents = []
-        for name, needed, is_zero in zip(names, needed_P.tolist(), (reach_P == 0).tolist(), strict=True):
-            known = self._exponent_of.get(name)
-            if not is_zero and (known is None or not needed <= known <= needed + _STICKY_OCTAVES):
-                known = self._exponent_of[name] = needed
-            exponents.append(known or 0)  # None for a key that has had nothing but zeros
-        return exponents
 
 
 def _reach(below_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> FloatArray:

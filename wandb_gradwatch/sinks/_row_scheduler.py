@@ -26,8 +26,6 @@ not see other processes that log), and replaces the mirror if `_log` does not ex
 no answer, and the rows stay queued: what we log would fill the socket that the user's own calls need.
 """
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import logging
@@ -73,15 +71,6 @@ class OpenRow:
         """Record the step of the open row; a larger step than before means that another row is open."""
         if step > self.step:
             self.step, self.has_own, self.timestamp = step, False, None
-
-
-def row_scheduler_of(run: Any) -> RowScheduler:
-    """The row scheduler of an active run. All watchers that log to the run share it."""
-    existing = vars(run).get(_ATTRIBUTE)
-    if existing is None:
-        # vars(), because an initialised run rejects unknown attributes.
-        existing = vars(run)[_ATTRIBUTE] = RowScheduler(run)
-    return existing  # type: ignore[no-any-return]
 
 
 class RowScheduler:
@@ -338,6 +327,15 @@ class RowScheduler:
         self._forget_exit()
         if self._sees_calls and vars(self._run).get("_log") == self._user_log:
             del vars(self._run)["_log"]
+
+
+def row_scheduler_of(run: Any) -> RowScheduler:
+    """The row scheduler of an active run. All watchers that log to the run share it."""
+    existing = vars(run).get(_ATTRIBUTE)
+    if existing is None:
+        # vars(), because an initialised run rejects unknown attributes.
+        existing = vars(run)[_ATTRIBUTE] = RowScheduler(run)
+    return existing  # type: ignore[no-any-return]
 
 
 def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None]:
