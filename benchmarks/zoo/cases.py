@@ -20,11 +20,13 @@ from .healthy_others import OTHERS
 from .healthy_recipes import RECIPES
 from .healthy_supervised import SUPERVISED
 from .loop import Loop
+from .sixth_faults import sixth_faults
+from .sixth_trainings import sixth
 from .third_faults import third_faults
 from .third_trainings import third
 from .unseen import UNSEEN, UNSEEN_FAULTS
 
-# Each first one of a pair, and every second one of the third, fourth and fifth sets, is opened after its first run, to
+# Each first one of a pair, and every second one of the third, fourth, fifth and sixth sets, is opened after its first run, to
 # learn from. Of the others, and of all blind ones, only totals are ever shown.
 LOCKED: Final = frozenset(
     {
@@ -38,6 +40,8 @@ LOCKED: Final = frozenset(
         "fourth locked faults",
         "fifth locked trainings",
         "fifth locked faults",
+        "sixth locked trainings",
+        "sixth locked faults",
     }
 )
 _ANOTHER: Final = {"another trainings": half(0), "locked trainings": half(1)}
@@ -46,6 +50,8 @@ _THIRD: Final = {"third trainings": third(0), "third locked trainings": third(1)
 _FOURTH: Final = {"fourth trainings": fourth(0), "fourth locked trainings": fourth(1)}
 _FIFTH: Final = {"fifth trainings": fifth(0), "fifth locked trainings": fifth(1)}
 _FIFTH_FAULTS: Final = [*fifth_faults("fifth faults", 0), *fifth_faults("fifth locked faults", 1)]
+_SIXTH: Final = {"sixth trainings": sixth(0), "sixth locked trainings": sixth(1)}
+_SIXTH_FAULTS: Final = [*sixth_faults("sixth faults", 0), *sixth_faults("sixth locked faults", 1)]
 _FOURTH_FAULTS: Final = [*fourth_faults("fourth faults", 0), *fourth_faults("fourth locked faults", 1)]
 _THIRD_FAULTS: Final = [*third_faults("third faults", 0), *third_faults("third locked faults", 1)]
 
@@ -60,6 +66,7 @@ HEALTHY: Final = (
     | _THIRD
     | _FOURTH
     | _FIFTH
+    | _SIXTH
 )
 _BUILDERS: Final = {name: make for table in HEALTHY.values() for name, make in table.items()}
 
@@ -78,6 +85,7 @@ KEPT_OUT_HEALTHY: Final = frozenset(
         "third locked trainings",
         "fourth locked trainings",
         "fifth locked trainings",
+        "sixth locked trainings",
     }
 )
 KEPT_OUT_FAULTS: Final = frozenset(
@@ -94,6 +102,7 @@ KEPT_OUT_FAULTS: Final = frozenset(
         "third locked faults",
         "fourth locked faults",
         "fifth locked faults",
+        "sixth locked faults",
     }
 )
 TUNING_SEEDS: Final = (0,)
@@ -142,6 +151,7 @@ CASES: Final = {
                 *_THIRD_FAULTS,
                 *_FOURTH_FAULTS,
                 *_FIFTH_FAULTS,
+                *_SIXTH_FAULTS,
             ]
             for base, layer in fault.on.items()
         ),
