@@ -333,6 +333,36 @@ def test_a_new_level_is_diagnosed_by_all_samples_that_it_was_found_in() -> None:
     assert (first.step, "the scale of the loss has changed" in with_diagnosis(first, samples).text) == (21, True)
 
 
+@pytest.mark.parametrize(
+    ("rule", "first", "factor", "told"),
+    [
+        (PoorInitialisation(), 10.0, 1.1, [2]),  # a root mean square of 10 in 16 inputs is a gain of 40
+        (UnchangedParameters(), 0.25, 1.0, [22, 24, 26, 28, 30]),  # 20 steps after step 2
+        (
+            FastParameters(),
+            0.25,
+            1.6,
+            [*range(6, 22, 2), *range(24, 31, 2)],
+        ),  # 1.26 per step, twice, also after step 20
+    ],
+)
+def test_the_parameters_of_two_networks_that_train_in_turn_are_judged(
+    rule: Rule, first: float, factor: float, told: list[int]
+) -> None:
+    """A GAN's samples contain one network each; the second one's parameters are at fault."""
+    rng, samples = np.random.default_rng(0), []
+    signs = rng.choice([-1.0, 1.0], (2, 16, 16)) * rng.uniform(0.5, 1.5, (2, 16, 16))
+    for step in range(1, 31):
+        parameters = {
+            "a.0.weight": 0.25 * 1.001**step * signs[0],
+            "b.0.weight": first * factor ** (step // 2) * signs[1],
+        }
+        mine = "ba"[step % 2]
+        grads = {name: rng.normal(size=(16, 16)) if name[0] == mine else None for name in parameters}
+        samples.append(sample_of(grads, step=step, parameters=parameters))
+    assert steps(rule, together(samples)) == told
+
+
 @pytest.mark.parametrize(("weight", "bias", "told"), [(1.0, 0.0, 1), (0.8, 0.1, 0), (0.0, 0.0, 1)])
 def test_large_weights_of_a_model_that_was_trained_before_are_no_initialisation(
     weight: float, bias: float, told: int

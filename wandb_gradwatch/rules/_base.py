@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 from .._analysis.formatting import sentence
-from .._analysis.memory import Remembers
+from .._analysis.memory import PerKind, Remembers
 from ..snapshot import Snapshot, keys
+from ..snapshot._overview import Overview
 
 Level = Literal["INFO", "WARN", "ERROR"]
 
@@ -135,6 +136,30 @@ class ShippedRule(Remembers):
                 span = f"at least {least:g}" if largest == math.inf else f"between {least:g} and {largest:g}"
                 none = ", or None" if may_be_none else ""
                 raise ValueError(f"{type(self).__name__}({name}={value!r}): {name} must be a number, {span}{none}")
+
+
+@dataclass(kw_only=True)
+class PerKindRule(ShippedRule):
+    """Base of rules that compare a sample with earlier ones of mostly the same parameters, as of a GAN's critic only.
+
+    Each kind of samples has a rule with the same limits and a state of its own.
+    """
+
+    metric: ClassVar[str] = ""  # the key of the metric that `check_sample` needs
+    _kinds: PerKind[PerKindRule] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._kinds = PerKind(lambda: replace(self))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        for sample, value in zip(snapshot.overview, values_of(snapshot, self.metric), strict=True):
+            present_P = None if sample.is_complete else snapshot.present[sample.place]
+            yield from self._kinds.of(snapshot.names, present_P).check_sample(snapshot, sample, value)
+
+    def check_sample(self, snapshot: Snapshot, sample: Overview, value: float, /) -> Iterable[Alert]:
+        """Check the next sample of this kind; `value` is its metric, NaN where that was not measured."""
+        raise NotImplementedError
 
 
 @runtime_checkable

@@ -14,7 +14,8 @@ from .._analysis.formatting import listing, number
 from .._analysis.layers import MIN_WEIGHTS, initial_gains, input_scale, weights_beside_biases
 from .._measure.columns import Column
 from ..snapshot import Snapshot
-from ._base import FIRST_STEPS, FROM_0, MIN_ELEMENTS, Alert, Bounds, ShippedRule, finding
+from ..snapshot._overview import Overview
+from ._base import FIRST_STEPS, FROM_0, MIN_ELEMENTS, Alert, Bounds, PerKindRule, ShippedRule, finding
 
 # S samples, P watched parameters
 
@@ -24,7 +25,7 @@ _MIN_UNITS: Final = 4  # this many equal gradients are not equal by chance
 
 
 @dataclass(kw_only=True)
-class PoorInitialisation(ShippedRule):
+class PoorInitialisation(PerKindRule):
     """Raises the alert "Initial weights" if the first weights do not preserve a signal's size, or make units equal.
 
     A model that was trained before is not judged: the weights of its normalisations are not 1, and their biases not 0.
@@ -52,18 +53,15 @@ class PoorInitialisation(ShippedRule):
         ("max_gain", "min_gain", "max_rms", "max_recurrent_gain", "max_bias"), FROM_0
     )
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        if self._is_over:
+    def check_sample(self, snapshot: Snapshot, sample: Overview, value: float, /) -> Iterable[Alert]:
+        # Norms of too few elements mean nothing.
+        if self._is_over or not sample.norm > 0 or sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
             return
-        for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():
-            if self._is_over or snapshot.steps[sample] > FIRST_STEPS:
-                self._is_over = True
-                return
-            if snapshot.column_sums[sample, Column.NUM_ELEMENTS] < MIN_ELEMENTS:  # too few for norms to mean anything
-                continue
-            self._is_over = True
-            if not _was_trained(snapshot, sample) and (found := self._look_at(snapshot, sample)) is not None:
-                yield self._alert(int(snapshot.steps[sample]), *found)
+        self._is_over = True
+        if sample.step > FIRST_STEPS or _was_trained(snapshot, sample.place):
+            return
+        if (found := self._look_at(snapshot, sample.place)) is not None:
+            yield self._alert(sample.step, *found)
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
         """Return what is wrong with the initial weights, and the cause; None if nothing is."""

@@ -20,7 +20,7 @@ from .._analysis.progress import Progress
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, ShippedRule, finding, values_of
+from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRule, finding
 
 # S samples, P watched parameters
 
@@ -50,7 +50,7 @@ _DECAY: Final = "too strong a weight decay, or a penalty on the parameters that 
 
 
 @dataclass(kw_only=True)
-class FastParameters(ShippedRule):
+class FastParameters(PerKindRule):
     """Raises the alert "Parameters grow too fast" or "Parameters shrink" if updates change weights too much.
 
     Growth: for each weight, the second largest of five updates is checked, and the product of ten without the largest.
@@ -88,41 +88,41 @@ class FastParameters(ShippedRule):
 
     title: ClassVar[str] = "Parameters grow too fast"
     shrinking: ClassVar[str] = "Parameters shrink"
+    metric: ClassVar[str] = keys.LOSS
     bounds: ClassVar[Bounds] = {"max_growth": SHARE, "max_first_growth": SHARE, "min_left": SHARE, "max_factor": FROM_1}
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for seen, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
-            self._progress.see(loss)
-            if seen.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
-                continue
-            update, size_P = self._movement.see(snapshot.names, seen), seen.rows[:, Column.NUM_ELEMENTS]
-            if seen.weights_sq == 0:
-                self._step_at_0 = seen.step
-            if seen.step <= self._step_at_0 + _FROM_0:
-                continue
-            if seen.step - update.num_steps <= _EARLY < seen.step - 1:  # another limit held before
-                self._recent.clear()
-                self._ordinary.clear()
-            if self._is_ordinary(update, seen):
-                self._ordinary.append((update, size_P))
-                continue
-            if not self._follow(snapshot.names, update, size_P):
-                self._left(snapshot, seen.place)  # the first sample's norms are those to compare with
-                self._left_sq = 0.0
-                continue
-            if np.maximum.reduce(self._recent[-1]) > _NOTICED:
-                yield from self._growing(snapshot, seen.place, update.num_steps)
-            left, shrinking = self._left(snapshot, seen.place), np.zeros(0, dtype=np.intp)
-            if np.minimum.reduce(self._recent[-1]) < math.log1p(-_SHRINKS):
-                last = np.array(list(self._recent)[-_SHRINK_SAMPLES:])[:, :-1]
-                shrinks_P = (last.max(axis=0) < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
-                # A decay shrinks most weights. The loss may shrink single ones, but does not halve them so quickly.
-                num_weights = np.count_nonzero(_are_weights(snapshot.names) & (size_P >= MIN_WEIGHTS))
-                if 2 * np.count_nonzero(shrinks_P) <= num_weights:
-                    shrinks_P &= last.sum(axis=0) < -_AT_ONCE
-                shrinking = np.flatnonzero(shrinks_P)
-            if left < self.min_left or shrinking.size:
-                yield self._shrinking(snapshot, seen.place, left, shrinking)
+    def check_sample(self, snapshot: Snapshot, sample: Overview, loss: float, /) -> Iterable[Alert]:
+        self._progress.see(loss)
+        if sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
+            return
+        update, size_P = self._movement.see(snapshot.names, sample), sample.rows[:, Column.NUM_ELEMENTS]
+        if sample.weights_sq == 0:
+            self._step_at_0 = sample.step
+        if sample.step <= self._step_at_0 + _FROM_0:
+            return
+        if sample.step - update.num_steps <= _EARLY < sample.step - 1:  # another limit held before
+            self._recent.clear()
+            self._ordinary.clear()
+        if self._is_ordinary(update, sample):
+            self._ordinary.append((update, size_P))
+            return
+        if not self._follow(snapshot.names, update, size_P):
+            self._left(snapshot, sample.place)  # the first sample's norms are those to compare with
+            self._left_sq = 0.0
+            return
+        if np.maximum.reduce(self._recent[-1]) > _NOTICED:
+            yield from self._growing(snapshot, sample.place, update.num_steps)
+        left, shrinking = self._left(snapshot, sample.place), np.zeros(0, dtype=np.intp)
+        if np.minimum.reduce(self._recent[-1]) < math.log1p(-_SHRINKS):
+            last = np.array(list(self._recent)[-_SHRINK_SAMPLES:])[:, :-1]
+            shrinks_P = (last.max(axis=0) < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
+            # A decay shrinks most weights. The loss may shrink single ones, but does not halve them so quickly.
+            num_weights = np.count_nonzero(_are_weights(snapshot.names) & (size_P >= MIN_WEIGHTS))
+            if 2 * np.count_nonzero(shrinks_P) <= num_weights:
+                shrinks_P &= last.sum(axis=0) < -_AT_ONCE
+            shrinking = np.flatnonzero(shrinks_P)
+        if left < self.min_left or shrinking.size:
+            yield self._shrinking(snapshot, sample.place, left, shrinking)
 
     def _is_ordinary(self, update: Update, sample: Overview) -> bool:
         """Whether no weight has changed enough to be noticed, the usual case; then nothing else is computed."""

@@ -16,7 +16,7 @@ from .._analysis.movement import Movement, Update
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-from ._base import Alert, Bounds, ShippedRule, finding, values_of
+from ._base import Alert, Bounds, PerKindRule, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
 
@@ -90,7 +90,7 @@ class NegativeLearningRate(ShippedRule):
 
 
 @dataclass(kw_only=True)
-class UnchangedParameters(ShippedRule):
+class UnchangedParameters(PerKindRule):
     """Raises the alert "Parameters unchanged" if parameters do not change although they have gradients.
 
     Convergence raises no alert: its gradients are a small part of the largest ones so far, or of the parameters, as
@@ -126,49 +126,47 @@ class UnchangedParameters(ShippedRule):
     _still: Streaks = field(default_factory=Streaks, init=False, repr=False)  # parameters that do not change alone
 
     title: ClassVar[str] = "Parameters unchanged"
+    metric: ClassVar[str] = keys.LEARNING_RATE
     bounds: ClassVar[Bounds] = dict.fromkeys(("patience", "unknown_patience", "zero_patience"), (2.0, math.inf))
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample, rate in zip(snapshot.overview, values_of(snapshot, keys.LEARNING_RATE), strict=True):
-            if not (sample.norm > 0 or sample.has_nonfinite) or sample.skipped or sample.guarded:
-                continue
-            norm = 0.0 if sample.has_nonfinite else sample.norm  # NaN restarts the count; other rules report it
-            self._largest = max(self._largest, norm)
-            converged = max(_CONVERGED * self._largest, _NEGLIGIBLE * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]))
-            update = self._movement.see(snapshot.names, sample)
-            has_changed = update.total_before < update.total_after or update.total_after < update.total_before
-            same = not has_changed  # usually False
-            if same:  # ignore parameters that are missing in either sample
-                now_P, before_P = update.after, update.before
-                same_P = now_P == before_P
-                unknown_P = np.isnan(now_P) | np.isnan(before_P)
-                same = bool((same_P | unknown_P).all() and now_P[same_P].any())
-            self._num_unchanged = self._num_unchanged + 1 if same and norm > converged else 0
-            if not self._num_unchanged:
-                self._since = self._able = sample.step
-            is_first = not same and abs(rate) <= self._last_rate and math.isinf(self._rate)
-            is_nothing = _is_nothing(abs(rate), norm, sample, update, is_first=is_first) and abs(rate) < self._rate
-            self._last_rate = abs(rate)
-            if is_nothing:
-                self._able = sample.step
-            elif not math.isnan(rate) and update.total_before > 0:  # an update has been seen
-                self._rate = abs(rate)
-            self._num_nothing = self._num_nothing + 1 if is_nothing and norm > _CONVERGED * self._largest else 0
-            if not (self._num_nothing and self._felt):
-                self._felt = sample.step
-            # Equal bits in two samples mean no change in between: steps count, not samples.
-            needed = self.unknown_patience if math.isnan(rate) else self.patience
-            is_still = sample.step - self._able >= needed or (
-                is_nothing and sample.step - self._since >= self.zero_patience
-            )
-            # A schedule that ends at 0 is close to 0 for a thousandth of the run.
-            is_long = sample.step - self._felt >= max(self.zero_patience, _LONG * sample.step)
-            if (is_still and self._num_unchanged >= _LEAST_SAMPLES) or (
-                self._num_nothing >= _LEAST_SAMPLES and is_long
-            ):
-                yield self._alert(sample.step, norm, rate, is_nothing)
-            elif not same:
-                yield from self._look_for_lost(snapshot.names, sample, update, abs(rate))
+    def check_sample(self, snapshot: Snapshot, sample: Overview, rate: float, /) -> Iterable[Alert]:
+        if not (sample.norm > 0 or sample.has_nonfinite) or sample.skipped or sample.guarded:
+            return
+        norm = 0.0 if sample.has_nonfinite else sample.norm  # NaN restarts the count; other rules report it
+        self._largest = max(self._largest, norm)
+        converged = max(_CONVERGED * self._largest, _NEGLIGIBLE * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]))
+        update = self._movement.see(snapshot.names, sample)
+        has_changed = update.total_before < update.total_after or update.total_after < update.total_before
+        same = not has_changed  # usually False
+        if same:  # ignore parameters that are missing in either sample
+            now_P, before_P = update.after, update.before
+            same_P = now_P == before_P
+            unknown_P = np.isnan(now_P) | np.isnan(before_P)
+            same = bool((same_P | unknown_P).all() and now_P[same_P].any())
+        self._num_unchanged = self._num_unchanged + 1 if same and norm > converged else 0
+        if not self._num_unchanged:
+            self._since = self._able = sample.step
+        is_first = not same and abs(rate) <= self._last_rate and math.isinf(self._rate)
+        is_nothing = _is_nothing(abs(rate), norm, sample, update, is_first=is_first) and abs(rate) < self._rate
+        self._last_rate = abs(rate)
+        if is_nothing:
+            self._able = sample.step
+        elif not math.isnan(rate) and update.total_before > 0:  # an update has been seen
+            self._rate = abs(rate)
+        self._num_nothing = self._num_nothing + 1 if is_nothing and norm > _CONVERGED * self._largest else 0
+        if not (self._num_nothing and self._felt):
+            self._felt = sample.step
+        # Equal bits in two samples mean no change in between: steps count, not samples.
+        needed = self.unknown_patience if math.isnan(rate) else self.patience
+        is_still = sample.step - self._able >= needed or (
+            is_nothing and sample.step - self._since >= self.zero_patience
+        )
+        # A schedule that ends at 0 is close to 0 for a thousandth of the run.
+        is_long = sample.step - self._felt >= max(self.zero_patience, _LONG * sample.step)
+        if (is_still and self._num_unchanged >= _LEAST_SAMPLES) or (self._num_nothing >= _LEAST_SAMPLES and is_long):
+            yield self._alert(sample.step, norm, rate, is_nothing)
+        elif not same and sample.is_complete:  # of two optimizers' models, a critic's weights may be clamped
+            yield from self._look_for_lost(snapshot.names, sample, update, abs(rate))
 
     def _look_for_lost(self, names: tuple[str, ...], sample: Overview, update: Update, rate: float) -> Iterable[Alert]:
         """Yield an alert if the updates of some parameters, or most of every update, do not arrive."""
