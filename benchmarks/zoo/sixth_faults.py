@@ -156,21 +156,6 @@ def _unscaled_loss(loop: Loop, step: int) -> Tensor:
     return loss
 
 
-def _never_updated(scale: float) -> do.Change:
-    """update() is never called: a scale that overflows stays."""
-
-    def update(loop: Loop, step: int) -> Tensor:
-        loop.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = loop.loss(loop.model, *loop.batch(step))
-        loop.scaler.scale(loss).backward()
-        loop.scaler.step(loop.optimizers[0])
-        loop.scaler._per_optimizer_states.clear()
-        return loss
-
-    return do.fields(update=update, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
-
-
 def _anchor_is_same(model: nn.Module, anchor: Tensor, same: Tensor, labels: Tensor) -> Tensor:
     """Some pairs are a sample and itself: a distance of exactly 0."""
     return apart(model, anchor, torch.where(labels[:, None] == 0, anchor, same), labels)
@@ -342,7 +327,6 @@ _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
     ("resumed at step 80 with the rate of another run, 100x", HIDDEN, "", do.learning_rate(100.0, 80), 80, "learning rate", ("schedule",)),
     ("resumed at step 70, the words' vectors by another vocabulary, 80x", HIDDEN, "words", do.at_step(_other_words, 70), 70, "bad parameter", ("initialisation", "data change")),
     ("Adam's eps of 10", HIDDEN, "", do.groups(eps=10.0), 1, "optimizer", ("zero learning rate",)),
-    ("update() is never called, a scale of 2**40", DISCS, "", _never_updated(2.0**40), 1, "loss scale", ("overflow",)),
     ("the scaler divides a loss that it did not multiply", DISCS, "", do.chain(_rebuilt(torch.optim.SGD, lr=0.3), do.fields(update=_unscaled_loss)), 1, "unscale", ("loss scale", "underflow", "zero learning rate", "reduction")),
     ("a positive weighs 3e6", DISCS, "", do.fields(loss=lambda model, x, disc: functional.binary_cross_entropy_with_logits(model(x), disc, pos_weight=torch.tensor(3e6))), 1, "data scale", ("overflow", "loss scale", "reduction", "learning rate")),
     ("masks of 255 and not of 1", DISCS, "", do.inputs(lambda disc: 255 * disc, which=1), 1, "data scale", ("sign", "loss or inputs")),
