@@ -330,6 +330,12 @@ def test_doctor_as_json_names_every_requirement() -> None:
     assert facts["overhead"] is None
 
 
+def test_the_training_that_doctor_measures_raises_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """With a learning rate of 1e-6 the first command of a new user showed "Parameters unchanged" three times."""
+    doctor.measure_overhead(10_000, blocks=range(2))
+    assert capfd.readouterr().err == ""
+
+
 def test_doctor_finds_a_version_below_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_floors", lambda: {"numpy": "99.0"})
     result = run("doctor", "--no-measure")

@@ -220,7 +220,7 @@ def measure_overhead(num_parameters: int, blocks: Iterable[int] = range(2 * PAIR
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     width = max(round(math.sqrt(num_parameters / LAYERS)), 1)
     model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU()))).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # a training that the rules find nothing wrong with
     batch = torch.randn(BATCH, width, device=device)
     for watched in (False, True):
         _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=watched)
