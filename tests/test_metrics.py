@@ -378,7 +378,7 @@ def test_a_probe_that_fails_is_dropped_alone_with_one_message(said, monkeypatch)
     def full(*_):
         raise torch.OutOfMemoryError("no room for the copies")
 
-    monkeypatch.setattr(probe._befores, "keep", full)
+    monkeypatch.setattr(probe, "before_update", full)
     optimizer = SGD(model.parameters(), lr=1.0)
     for _ in range(3):
         step(model, optimizer, a=[1])

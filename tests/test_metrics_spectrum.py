@@ -49,6 +49,18 @@ def test_parameters_gradients_and_updates_agree_with_numpy() -> None:
         assert found[f"{subject}/weight/stable_rank"].min() >= 1
 
 
+def test_in_a_loop_without_an_optimizer_parameters_are_measured_too() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(3 * torch.eye(4))
+    watcher, sink = watch(model, [Spectrum()])
+    for _ in range(2):
+        model.weight.grad = None
+        model(torch.zeros(1, 4)).sum().backward()
+        model.weight.data.mul_(2)
+    # 3 in the first sample, and doubled by the loop's own update in the second.
+    assert values(watcher, sink)["parameter/weight/largest_singular_value"].tolist() == pytest.approx([3, 6])
+
+
 def test_known_matrices() -> None:
     # A multiple of the identity: all singular values 3, stable rank 4. Ones: 4 = sqrt(4 * 4), rank 1. Zeros: no rank.
     for matrix, sigma, rank in ((3 * torch.eye(4), 3, 4), (torch.ones(4, 4), 4, 1), (torch.zeros(4, 4), 0, np.nan)):

@@ -18,7 +18,7 @@ from .._runtime.wrappers import unwrapped
 from ..snapshot import keys
 from ._forward_hooks import ForwardHooks, Match, ModuleIndex, logger
 from ._metric import Metric
-from ._module_probe import ForwardProbe, Layout, ParameterProbe
+from ._module_probe import ForwardProbe, Layout, ParameterProbe, SubjectProbe
 from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
 
 # The metric names of the distances; a user's function may not take them.
@@ -30,7 +30,7 @@ _MIB: Final = 2**20
 Difference = Callable[[Tensor, Tensor], Tensor]
 
 
-class Updates(ParameterProbe):
+class Updates(SubjectProbe, ParameterProbe):
     """The norm of each parameter's change in a step, and its ratio to the parameter's norm before the step.
 
     Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. The ratio is
@@ -64,15 +64,15 @@ class Updates(ParameterProbe):
                 f"max_mib={self._max_mib:g}; match fewer parameters, or raise max_mib"
             )
 
-    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._befores.keep(tensor for tensor in tensors if self._match.chooses(tensor.name))
+    def wants(self, subject: str, tensor: WatchedTensor) -> bool:
+        return subject == keys.UPDATE and self._match.chooses(tensor.name)
 
-    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        for tensor, change, before in self._befores.changes(tensors):
-            self._found[f"{keys.UPDATE}/{tensor.name}"] = ProbeSums(sum_sq([change, before]), _CHANGE, tensor.name)
+    def measure(self, subject: str, tensor: WatchedTensor, values: Tensor, before: Tensor | None = None) -> None:
+        assert before is not None
+        self._found[f"{keys.UPDATE}/{tensor.name}"] = ProbeSums(sum_sq([values, before]), _CHANGE, tensor.name)
 
 
-class Reference(ForwardProbe):
+class Reference(SubjectProbe, ForwardProbe):
     """L2 distances of parameters and activations to those of a reference model on the same batch.
 
     Logs `parameter/<name>/difference` and `.../relative_difference` (divided by the reference's norm), and the same
@@ -143,7 +143,6 @@ class Reference(ForwardProbe):
         self._prefix = ""
         self._reference_hooks = ForwardHooks(self, ModuleIndex(), when="always")
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's outputs: by module, per call
-        self._parameters_done: set[str] = set()
         # [2] by key and function: the sum of the function's values and their number; for the function "" the sums of
         # squares of the difference and of the reference
         self._sums = self.collect(Store[tuple[str, str], Tensor](add_on_device))
@@ -168,14 +167,10 @@ class Reference(ForwardProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
-        self._parameters_done, self._outputs = set(), {}
+        self._outputs = {}
 
     def sees(self, name: str, module: nn.Module) -> bool:
         return self._activations is not None and self._activations.chooses(name)
-
-    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        super().before_update(tensors)
-        self._compare_parameters(tensors)
 
     def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
         super().forward_begins(name, module, args, kwargs, _)
@@ -202,24 +197,21 @@ class Reference(ForwardProbe):
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
-        self._compare_parameters(tensors)
         self._outputs = {}
 
-    def _compare_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
-        for watched in tensors:
-            name = watched.name
-            of_reference = self._frozen.get(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else None
-            if of_reference is None or name in self._parameters_done or not self._match.chooses(name):
-                continue
-            self._parameters_done.add(name)
-            layout = Layout.of(watched)
-            if layout is None and not self.gets_whole(watched, needed_by="distances to a reference"):
-                continue
-            whole = local_part(of_reference).detach()
-            reference = whole if layout is None else layout.part(whole)
-            has_functions = self._functions and self.gets_whole(watched, needed_by="functions of differences")
-            functions = self._functions if has_functions else {}
-            self._compare(f"{keys.PARAMETER}/{name}", watched.parameter, reference, functions, pending=False)
+    def wants(self, subject: str, tensor: WatchedTensor) -> bool:
+        is_ours = tensor.name.startswith(self._prefix) and tensor.name.removeprefix(self._prefix) in self._frozen
+        return subject == keys.PARAMETER and is_ours and self._match.chooses(tensor.name)
+
+    def measure(self, subject: str, tensor: WatchedTensor, values: Tensor, before: Tensor | None = None) -> None:
+        layout = Layout.of(tensor)
+        if layout is None and not self.gets_whole(tensor, needed_by="distances to a reference"):
+            return
+        whole = local_part(self._frozen[tensor.name.removeprefix(self._prefix)]).detach()
+        reference = whole if layout is None else layout.part(whole)
+        has_functions = self._functions and self.gets_whole(tensor, needed_by="functions of differences")
+        functions = self._functions if has_functions else {}
+        self._compare(f"{keys.PARAMETER}/{tensor.name}", values, reference, functions, pending=False)
 
     def _compare(
         self, key: str, tensor: Tensor, other: Tensor, functions: Mapping[str, Difference], *, pending: bool = True

@@ -18,8 +18,8 @@ from .._runtime.sharding import local_part
 from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall, Match, ModuleIndex, hands_over, logger
-from ._module_probe import Befores, ForwardProbe, ModuleProbe
-from ._rows import Dims, Store, dense, labelled, slices, tensor_name, tensors_in, widened, without_scale
+from ._module_probe import ForwardProbe, ModuleProbe, SubjectProbe
+from ._rows import Dims, Store, labelled, slices, tensor_name, tensors_in, widened
 
 # K labels (one without named dimensions), E elements of each
 
@@ -207,11 +207,8 @@ def _probes_in(metrics: Sequence[MetricLike]) -> list[ModuleProbe]:
     return [probe for probe in metrics if isinstance(probe, ModuleProbe)]
 
 
-class FunctionMetrics(ForwardProbe):
-    """The probe of all function metrics of a watcher, which share the hooks and the copies for updates.
-
-    Memory: with metrics on updates, a copy of the matching parameters while an optimizer steps in a sampled step.
-    """
+class FunctionMetrics(SubjectProbe, ForwardProbe):
+    """The probe of all function metrics of a watcher, which share the hooks and the copies for updates."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = list(metrics)
@@ -219,7 +216,6 @@ class FunctionMetrics(ForwardProbe):
         self._now: list[Metric] = []  # metrics that the open sample measures
         self._num_due = 0
         self._tallies = self.collect(Store[tuple[Metric, str], Tally](Tally.merge))
-        self._befores = Befores()
 
     def __repr__(self) -> str:
         return f"FunctionMetrics({', '.join(metric.name for metric in self._metrics)})"
@@ -254,7 +250,6 @@ class FunctionMetrics(ForwardProbe):
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._num_due += next_step_is_due
         self._now = [m for m in self._metrics if next_step_is_due and self._num_due % m.every == 0]
-        self._befores.clear()
         super().start(any(metric.on == keys.ACTIVATION for metric in self._now), histogram_is_due)
 
     def sees(self, name: str, module: Any) -> bool:
@@ -275,23 +270,14 @@ class FunctionMetrics(ForwardProbe):
                 full_name = tensor_name(module, name, label)
                 self._apply(keys.ACTIVATION, full_name, part_of, also_called=f"{module}.{name}")
 
-    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        super().gradients_ready(tensors)
-        self._apply_to_parameters(tensors)
-        for watched in tensors:
-            if watched.gradient is not None and self._measures(keys.GRADIENT, watched):
-                gradient = without_scale(dense(watched.gradient), watched.inverse_scale)
-                self._apply(keys.GRADIENT, watched.name, gradient)
+    def wants(self, subject: str, tensor: WatchedTensor) -> bool:
+        """Return whether a metric due in this sample matches this parameter, and the parameter is not sharded."""
+        if not any(metric.on == subject and metric.names.chooses(tensor.name) for metric in self._now):
+            return False
+        return self.gets_whole(tensor, needed_by="metrics of parameters, gradients and updates")
 
-    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        super().before_update(tensors)
-        self._apply_to_parameters(tensors)
-        self._befores.keep(tensor for tensor in tensors if self._measures(keys.UPDATE, tensor))
-
-    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        super().after_update(tensors)
-        for tensor, change, _ in self._befores.changes(tensors):
-            self._apply(keys.UPDATE, tensor.name, change)
+    def measure(self, subject: str, tensor: WatchedTensor, values: Tensor, before: Tensor | None = None) -> None:
+        self._apply(subject, tensor.name, values)
 
     def take(self) -> Mapping[str, Tensor]:
         taken = {}
@@ -303,22 +289,9 @@ class FunctionMetrics(ForwardProbe):
                 self._drop(metric, f"values of {metric.on} {name!r}", error)
         return taken
 
-    def _measures(self, on: str, tensor: WatchedTensor) -> bool:
-        """Return whether a metric due in this sample matches this parameter, and the parameter is not sharded."""
-        if not any(metric.on == on and metric.names.chooses(tensor.name) for metric in self._now):
-            return False
-        return self.gets_whole(tensor, needed_by="metrics of parameters, gradients and updates")
-
-    def _apply_to_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
-        for watched in tensors:
-            if self._measures(keys.PARAMETER, watched):
-                self._apply(keys.PARAMETER, watched.name, watched.parameter)
-
     def _apply(self, on: str, name: str, tensor: Tensor, *, also_called: str = "") -> None:
         for metric in tuple(self._now):
             if metric.on != on or not any(map(metric.names.chooses, filter(None, (name, also_called)))):
-                continue
-            if on == keys.PARAMETER and (metric, name) in self._tallies.sample:  # measured once per sample
                 continue
             if on == keys.GRADIENT:  # after a sample's last backward the gradient is the accumulated one
                 self._tallies.sample.pop((metric, name), None)

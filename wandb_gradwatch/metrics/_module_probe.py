@@ -1,7 +1,8 @@
 """Base classes of the probes. A base class does nothing at the moments that a probe does not override.
 
 ModuleProbe         any probe
-ParameterProbe      of parameters, their gradients and updates
+SubjectProbe        of parameters, their gradients or their updates: the tensors themselves, each at its moment
+ParameterProbe      of the parameters that match
 OwnGradientProbe    of each rank's own gradients, before they are averaged over the ranks
 ForwardProbe        of the inputs and outputs of modules
 
@@ -11,7 +12,7 @@ ranks, as rows do. Other functions of a shard do not merge: they are skipped, an
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -22,8 +23,9 @@ from .._capture.probes import Found, Probe, WatchedTensor
 from .._measure.elements import onto
 from .._runtime.sharding import local_part, world_size
 from ..rules import Rule
+from ..snapshot import keys
 from ._forward_hooks import ROOT, ForwardHooks, Match, ModuleFilter, ModuleIndex, logger
-from ._rows import Dims, Store, dense, square_of, widened
+from ._rows import Dims, Store, dense, square_of, widened, without_scale
 
 # Warn after this many measured updates without a matching forward; fewer could belong to another model, such as the
 # critic of a GAN, which is often updated five times for each update of the generator.
@@ -118,18 +120,53 @@ class Layout:
         return whole
 
 
-class Befores(dict[str, Tensor]):
-    """Copies of parameters by name, kept from before an update until after it."""
+class SubjectProbe(ModuleProbe):
+    """Measures parameters before the update, their gradients without the loss scale, and their updates, as asked for.
 
-    def keep(self, tensors: Iterable[WatchedTensor]) -> None:
-        self.update({tensor.name: tensor.parameter.clone() for tensor in tensors})
+    A parameter is measured once per sample, after the backward already, because a loop may have no optimizer. A
+    gradient is measured after each backward; after the last one it is the accumulated gradient.
 
-    def changes(self, tensors: Iterable[WatchedTensor]) -> Iterator[tuple[WatchedTensor, Tensor, Tensor]]:
-        """Yield each kept parameter, its change (float32 for half precision) and its old value, and drop its copy."""
+    Memory: a copy of the parameters whose update is asked for, while an optimizer steps in a sampled step.
+    """
+
+    _befores: dict[str, Tensor]  # copies of parameters by name, from before an update until after it
+    _done: set[str]  # the names of the parameters that were measured in the open sample
+
+    def wants(self, subject: str, tensor: WatchedTensor) -> bool:
+        """Return whether to measure this parameter, its gradient or its update."""
+        return False
+
+    def measure(self, subject: str, tensor: WatchedTensor, values: Tensor, before: Tensor | None = None) -> None:
+        """Measure a parameter, a gradient, or an update (in float32 for half precision) with the parameter before."""
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
+        self._befores, self._done = {}, set()
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().gradients_ready(tensors)
+        self._measure_parameters(tensors)
         for tensor in tensors:
-            before = self.pop(tensor.name, None)
-            if before is not None:
-                yield tensor, widened(tensor.parameter) - widened(before), before
+            if tensor.gradient is not None and self.wants(keys.GRADIENT, tensor):
+                self.measure(keys.GRADIENT, tensor, without_scale(dense(tensor.gradient), tensor.inverse_scale))
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().before_update(tensors)
+        self._measure_parameters(tensors)
+        wanted = [tensor for tensor in tensors if self.wants(keys.UPDATE, tensor)]
+        self._befores |= {tensor.name: tensor.parameter.clone() for tensor in wanted}
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().after_update(tensors)
+        for tensor in tensors:
+            if (before := self._befores.pop(tensor.name, None)) is not None:
+                self.measure(keys.UPDATE, tensor, widened(tensor.parameter) - widened(before), before)
+
+    def _measure_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
+        for tensor in tensors:
+            if tensor.name not in self._done and self.wants(keys.PARAMETER, tensor):
+                self._done.add(tensor.name)
+                self.measure(keys.PARAMETER, tensor, tensor.parameter)
 
 
 class ParameterProbe(ModuleProbe):
@@ -138,14 +175,12 @@ class ParameterProbe(ModuleProbe):
     def __init__(self, match: NameFilter | None = None) -> None:
         self._match = Match(match, f"{type(self).__name__}()")
         self._found: dict[str, Found] = {}  # in the open sample
-        self._befores = Befores()
 
     def bind(self, models: ModuleIndex) -> None:
         self._match.require("parameter", models.watched_parameters())
 
     def take(self) -> Mapping[str, Found]:
         found, self._found = self._found, {}
-        self._befores.clear()  # copies from updates that were never completed
         return found
 
 

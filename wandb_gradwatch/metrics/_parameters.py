@@ -17,7 +17,7 @@ from .._measure.probe_values import ArrivedSums, ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part, world_size
 from ..snapshot import keys
 from ._forward_hooks import ModuleIndex
-from ._module_probe import Layout, ParameterProbe, ReadByProbe
+from ._module_probe import Layout, ParameterProbe, ReadByProbe, SubjectProbe
 from ._rows import check_names, dense, histograms_of, reals, square_of, widened, without_scale
 from ._rules import OutgrownUpdate
 
@@ -235,7 +235,7 @@ class _SharedVector:
         return math.sqrt(image_sq / self._num_replicas), norm_sq / image_sq if image_sq > 0 else math.nan
 
 
-class Spectrum(ParameterProbe):
+class Spectrum(SubjectProbe, ParameterProbe):
     """Largest singular value and stable rank of matrices, logged as `<of>/<parameter>/largest_singular_value` and
     `.../stable_rank`.
 
@@ -279,31 +279,11 @@ class Spectrum(ParameterProbe):
         self._match.require("matrix", matrices)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
         self._since_product += next_step_is_due
         self._has_product = histogram_is_due or self._since_product >= _PRODUCT_EVERY
         if self._has_product:
             self._since_product = 0
-
-    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        if keys.GRADIENT not in self._of:
-            return
-        for tensor in tensors:
-            gradient = tensor.gradient
-            if gradient is not None and gradient.layout is torch.strided and self._is_measured(tensor):
-                # Measured after each backward; the last one overwrites the others.
-                self._measure(keys.GRADIENT, tensor, without_scale(gradient, tensor.inverse_scale))
-
-    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        measured = [tensor for tensor in tensors if self._is_measured(tensor)]
-        if keys.PARAMETER in self._of:
-            for tensor in measured:
-                self._measure(keys.PARAMETER, tensor, tensor.parameter)
-        if keys.UPDATE in self._of:
-            self._befores.keep(measured)
-
-    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        for tensor, change, _ in self._befores.changes(tensors):
-            self._measure(keys.UPDATE, tensor, change)
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         found: dict[str, float] = {}
@@ -313,15 +293,17 @@ class Spectrum(ParameterProbe):
                 found |= {f"{key}/{name}": number for name, number in zip(_NAMES, numbers, strict=True)}
         return found
 
-    def _is_measured(self, tensor: WatchedTensor) -> bool:
-        if not tensor.parameter.is_floating_point() or not self._match.chooses(tensor.name):
+    def wants(self, subject: str, tensor: WatchedTensor) -> bool:
+        if subject not in self._of or not tensor.parameter.is_floating_point() or not self._match.chooses(tensor.name):
+            return False
+        if subject == keys.GRADIENT and tensor.gradient is not None and tensor.gradient.layout is not torch.strided:
             return False
         layout = Layout.of(tensor)
         cut_sides = {dim > 0 for dim, _, _ in layout.cuts} if layout is not None else set()
         is_merged = layout is not None and layout.num_ranks == world_size() and len(cut_sides) < 2
         return (is_merged or self.gets_whole(tensor, needed_by="spectra")) and tensor.parameter.ndim > 1
 
-    def _measure(self, subject: str, tensor: WatchedTensor, values: Tensor) -> None:
+    def measure(self, subject: str, tensor: WatchedTensor, values: Tensor, before: Tensor | None = None) -> None:
         key, matrix_MN = f"{subject}/{tensor.name}", widened(values).flatten(1)
         layout = Layout.of(tensor)
         if layout is None:
