@@ -422,6 +422,16 @@ def test_parameters_that_leap_back_to_where_they_were_were_put_there(
     assert all(alert.title == "Parameters unchanged" and "undoes the updates" in alert.text for alert in alerts)
 
 
+def test_large_embeddings_hide_no_decay_of_smaller_weights() -> None:
+    """Torch initialises embeddings with a deviation of 1, linear layers of 32 inputs with about 0.1."""
+    samples = []
+    for step in range(1, 11):
+        parameters = {f"{n}.weight": np.full(400, 0.1 * 0.97**step) for n in "ab"}
+        parameters["words.weight"] = np.full(2000, 0.997**step)
+        samples.append(sample_of({n: np.ones(v.size) for n, v in parameters.items()}, step=step, parameters=parameters))
+    assert steps(FastParameters(), together(samples)) == [9, 10]
+
+
 def test_many_small_parameters_of_which_one_grows_do_not_all_shrink() -> None:
     # 9 parameters of 40 elements: each is too small to be judged alone; together they shrink by about 3 % per sample.
     samples = []

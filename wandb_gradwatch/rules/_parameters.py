@@ -28,7 +28,7 @@ _EARLY: Final = 20  # first steps, in which parameters may move fast: adaptive o
 _FROM_0: Final = 50  # steps after all weights were 0, as in a logistic regression, whose relative growth means nothing
 _SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # share of its norm that a weight loses per step, in so many updates in a row
 _NOTICED: Final = 0.01  # smallest change of a log norm per step that is looked at
-_OF_TYPICAL: Final = 0.3  # share of the root mean square of all parameters: smaller weights may shrink
+_OF_TYPICAL: Final = 0.3  # share of a typical weight, or of a small one (`small_squares`): smaller ones may shrink
 _MANY: Final = 5  # number of weights from which half of a weight's limit holds for the norm of all together
 _AT_ONCE: Final = math.log(2.0)  # change of a log norm by one update
 _OF_LAST: Final = 5  # number of updates of which two have to be too large: a single one may be a bad batch
@@ -286,7 +286,9 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> Float
         typical_sq = np.nansum(before_P) / np.nansum(size_P)
     # A weight that begins at or near 0, as half of a LoRA pair, may grow to a typical or a small size at any speed.
     small_P, typical_P = small_squares(size_P), typical_sq * size_P
-    least_P = np.where(now_P > before_P, np.maximum(typical_P, small_P), _OF_TYPICAL**2 * typical_P)
+    least_P = np.where(
+        now_P > before_P, np.maximum(typical_P, small_P), _OF_TYPICAL**2 * np.minimum(typical_P, small_P)
+    )
     ratio_P = np.ones(len(names) + 1)
     np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
     small = small_P.sum(where=before_P + now_P >= 0) if now > before else 0.0
