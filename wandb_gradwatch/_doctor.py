@@ -115,8 +115,7 @@ def check_environment() -> list[Check]:
         Check("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         *(_check_version(name, floors) for name in ("torch", "numpy", "wandb")),
         _check_device(),
-        _check_triton(),
-        _check_numba(),
+        *map(_check_backend, ("triton", "numba")),
         _check_login(),
         _check_version("wandb-workspaces", floors, extra="report", extra_is_for="W&B reports and workspaces"),
     ]
@@ -159,35 +158,24 @@ def _check_device() -> Check:
     return Check("device", threads)
 
 
-def _check_triton() -> Check:
-    """Check Triton, which measures gradients on CUDA; if it is installed, run a kernel."""
-    version = _version_or_none("triton")
-    if not torch.cuda.is_available():
-        return Check("triton", f"{version or 'absent'} (only used on CUDA)")
-    advice = "the fused kernels need Triton; without it plain torch is used, which is slower"
+def _check_backend(name: str) -> Check:
+    """Check Triton, which measures gradients on CUDA, or numba, which does on the CPU; if it is installed, run it."""
+    on_cuda, version = name == "triton", _version_or_none(name)
+    if on_cuda != torch.cuda.is_available():
+        return Check(name, f"{version or 'absent'} (only used on {'CUDA' if on_cuda else 'CPU'})")
+    package = "triton" if on_cuda else f"'{DISTRIBUTION}[fast]'"
+    advice = f"gradients are measured several times faster with it: pip install --upgrade {package}"
     if version is None:
-        return Check("triton", "absent", "note", f"{advice}: pip install triton")
+        return Check(name, f"absent: the backend is {'torch' if on_cuda else 'cpu'!r}", "note", advice)
     try:
-        measure([torch.ones(1, device="cuda")], None, backend="cuda")
+        if on_cuda:
+            measure([torch.ones(1, device="cuda")], None, backend="cuda")
+        else:
+            compile_for_cpu("compiled")
     except Exception as error:  # any error of the compiler, the driver or the GPU
-        return Check("triton", f"{version}, and its kernels do not work: {why_not(error)}", "problem", advice)
-    return Check("triton", f"{version}: the backend is 'cuda'")
-
-
-def _check_numba() -> Check:
-    """Check numba, which measures gradients on the CPU; if it is installed, compile its loops."""
-    version = _version_or_none("numba")
-    if torch.cuda.is_available():
-        return Check("numba", f"{version or 'absent'} (only used on CPU)")
-    if version is None:
-        advice = f"torch and numpy are used; numba's loops are several times faster: pip install '{DISTRIBUTION}[fast]'"
-        return Check("numba", "absent: the backend is 'cpu'", "note", advice)
-    try:
-        compile_for_cpu("compiled")
-    except RuntimeError as error:
-        advice = f"torch and numpy are used instead, which is slower: pip install --upgrade '{DISTRIBUTION}[fast]'"
-        return Check("numba", f"{version}, and it does not work: {error}", "problem", advice)
-    return Check("numba", f"{version}: the backend is 'compiled'")
+        reason = why_not(error) if on_cuda else error
+        return Check(name, f"{version}, and it does not work: {reason}", "problem", advice)
+    return Check(name, f"{version}: the backend is {'cuda' if on_cuda else 'compiled'!r}")
 
 
 def _check_login() -> Check:
@@ -220,6 +208,8 @@ def measure_overhead(num_parameters: int, blocks: Iterable[int] = range(2 * PAIR
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     width = max(round(math.sqrt(num_parameters / LAYERS)), 1)
     model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU()))).to(device)
+    for weight in [one for one in model.parameters() if one.ndim > 1]:  # torch's default lets the gradients vanish
+        nn.init.kaiming_normal_(weight, nonlinearity="relu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # a training that the rules find nothing wrong with
     batch = torch.randn(BATCH, width, device=device)
     for watched in (False, True):
