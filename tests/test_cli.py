@@ -187,6 +187,14 @@ def test_view_says_so_where_no_row_is_ours(recorded: list[RunHistory]) -> None:
     assert result.stdout.startswith("The run has rows, but none of wandb_gradwatch: call watch(model)")
 
 
+def test_view_says_where_the_rows_of_a_killed_script_that_logged_nothing_are(recorded: list[RunHistory]) -> None:
+    recorded[:] = [replace(make_history(rows=0), num_rows=0, values={}, alerts=())]
+    result = run("view", "wandb/latest-run")
+    assert result.exit_code == 0
+    assert "a process that is killed loses them" in " ".join(result.stdout.split())
+    assert "sinks=[WandbSink(commit=True)]" in result.stdout
+
+
 def test_view_as_json_is_one_object(recorded: list[RunHistory]) -> None:
     result = run("view", "wandb/latest-run", "--json", "--output", "p.html")
     assert result.exit_code == 0

@@ -88,6 +88,12 @@ def _say_notes(history: RunHistory, *, err: bool) -> None:
     notes = list(history.notes)
     if history.num_rows and not len(history.steps):
         notes.append("The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init().")
+    elif not len(history.steps):
+        notes.append(
+            "The run has no rows yet. Rows of gradients are queued until the script calls run.log(), or the run ends; "
+            "a process that is killed loses them. If the script never calls run.log(), use "
+            "watch(model, sinks=[WandbSink(commit=True)])."
+        )
     for note in notes:
         paragraph(note, indent=0, err=err)
 
