@@ -398,30 +398,6 @@ def test_a_decay_shrinks_most_weights_or_halves_one_within_eight_updates(
     assert all(worst in alert.text for alert in FastParameters().check(together(samples)))
 
 
-@pytest.mark.parametrize(
-    ("back", "shrinks", "told"),
-    [
-        (1.0, 1.0, [21]),  # after 19 updates, the 20th goes back by all of them: 19 times as far
-        (0.15, 1.0, []),  # three updates back, as Lookahead's: no farther than an update may go
-        (1.0, 0.9, []),  # weights are smaller than ever, as after pruning
-    ],
-)
-def test_parameters_that_leap_back_to_where_they_were_were_put_there(
-    back: float, shrinks: float, told: list[int]
-) -> None:
-    samples = []
-    for step in range(1, 31):
-        place = step if step <= 20 else step - 20 * back  # of a way on which each weight grows at its own speed
-        parameters = {
-            f"{n}.weight": np.full((8, 16), (1 + 0.003 * n) ** place * (shrinks if step > 20 else 1.0))
-            for n in range(1, 5)
-        }
-        samples.append(sample_of({n: np.ones(v.size) for n, v in parameters.items()}, step=step, parameters=parameters))
-    alerts = list(FastParameters().check(together(samples)))
-    assert [alert.step for alert in alerts] == told
-    assert all(alert.title == "Parameters unchanged" and "undoes the updates" in alert.text for alert in alerts)
-
-
 def test_large_embeddings_hide_no_decay_of_smaller_weights() -> None:
     """Torch initialises embeddings with a deviation of 1, linear layers of 32 inputs with about 0.1."""
     samples = []

@@ -33,11 +33,6 @@ _MANY: Final = 5  # number of weights from which half of a weight's limit holds 
 _AT_ONCE: Final = math.log(2.0)  # change of a log norm by one update
 _OF_LAST: Final = 5  # number of updates of which two have to be too large: a single one may be a bad batch
 _TOGETHER: Final = 10  # number of updates whose changes are added up
-_PLACES: Final = 64  # number of earlier places of the parameters that are kept, from the last two thirds of the run
-# An update that puts the parameters back: its length / that of the longest of the last, at least; and its distance to
-# an earlier place / its length, at most. Healthy: pruning comes as close as 0.21, Reptile 0.68.
-_LEAP, _NEAR = 5.0, 0.1
-_MIN_KNOWN: Final = 3  # weights; fewer pass through earlier norms by chance
 _CAUSE: Final = (
     "not clear: either a learning rate that is too high, or a large scale of the inputs, targets or loss; the size of "
     "the loss at the first step tells them apart"
@@ -65,9 +60,6 @@ class FastParameters(PerKindRule):
     the loss falls, except by a single update. With five or more weights, the norm of all together may grow only half as
     fast as that of a single weight.
 
-    Also raises "Parameters unchanged" if an update that is far longer than those before it brings all norms of the
-    parameters back to earlier values, as an average does that is copied into the model.
-
     Args:
         max_growth: largest growth of a weight's norm per step after step 20. Healthy: at most 11 % (LSTM, rate 20).
         max_first_growth: the same up to step 20. Healthy: at most 11 %; faults: from 26 %.
@@ -93,14 +85,9 @@ class FastParameters(PerKindRule):
     _left_sq: float = field(default=0.0, init=False)  # at least this share of the squared first norm is left
     _largest: PerName = field(default_factory=PerName, init=False, repr=False)
     _step_at_0: float = field(default=-math.inf, init=False)  # the last step at which all weights were 0
-    # Squared norms of the parameters in the last samples, and in earlier ones, farther and farther apart: [P] each
-    _last: deque[FloatArray] = field(default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False)
-    _places: deque[FloatArray] = field(default_factory=lambda: deque(maxlen=_PLACES), init=False, repr=False)
-    _next_place: float = field(default=0.0, init=False)  # the step from which the next one is kept
 
     title: ClassVar[str] = "Parameters grow too fast"
     shrinking: ClassVar[str] = "Parameters shrink"
-    undone: ClassVar[str] = "Parameters unchanged"
     metric: ClassVar[str] = keys.LOSS
     bounds: ClassVar[Bounds] = {"max_growth": SHARE, "max_first_growth": SHARE, "min_left": SHARE, "max_factor": FROM_1}
 
@@ -116,10 +103,6 @@ class FastParameters(PerKindRule):
         if sample.step - update.num_steps <= _EARLY < sample.step - 1:  # another limit held before
             self._recent.clear()
             self._ordinary.clear()
-        self._last.append(update.after)
-        if sample.step >= self._next_place:
-            self._places.append(np.nan_to_num(update.before))
-            self._next_place = sample.step * (1 + 1 / _PLACES)
         if self._is_ordinary(update, sample):
             self._ordinary.append((update, size_P))
             return
@@ -127,8 +110,6 @@ class FastParameters(PerKindRule):
             self._left(snapshot, sample.place)  # the first sample's norms are those to compare with
             self._left_sq = 0.0
             return
-        if self._is_put_back(size_P, update.num_steps):
-            yield self._undone(sample.step)
         if np.maximum.reduce(self._recent[-1]) > _NOTICED:
             yield from self._growing(snapshot, sample.place, update.num_steps)
         left, shrinking = self._left(snapshot, sample.place), np.zeros(0, dtype=np.intp)
@@ -162,8 +143,6 @@ class FastParameters(PerKindRule):
         if names != self._names:
             self._names, self._recent = names, deque(maxlen=_TOGETHER)
             self._ordinary.clear()
-            self._places.clear()
-            self._last.clear()
         self._work_out()
         if (change_P := _change(names, update, size_P)) is not None:
             self._recent.append(change_P)
@@ -209,29 +188,6 @@ class FastParameters(PerKindRule):
         fact = f"Step {step}: {what if grown else 'the norm of all parameters together has'} {words}."
         layers = listing(grown, lambda p: f"{self._names[p]} {number(math.exp(min(grown_P[p], 700.0)))} times")
         return finding(self.title, fact, layers, cause, remedy, step, level)
-
-    def _is_put_back(self, size_P: FloatArray, num_steps: int) -> bool:
-        """Whether the last update is far longer than those before it and ends where the parameters were before."""
-        last_NP, places_NP = np.array(self._last), np.array(self._places)
-        known_P = _are_weights(self._names) & (size_P >= MIN_WEIGHTS) & (last_NP > 0).all(axis=0)
-        if len(last_NP) <= _OF_LAST or np.count_nonzero(known_P) < _MIN_KNOWN:
-            return False
-        last_NP = np.log(last_NP[:, known_P])
-        changes_NP = np.diff(last_NP, axis=0)
-        *before, length = np.linalg.norm(changes_NP, axis=1).tolist()
-        if not length > _LEAP * max(before) > 0 or np.abs(changes_NP[-1]).max() < 2 * _NOTICED * num_steps:
-            return False
-        places_NP = places_NP[(places_NP[:, known_P] > 0).all(axis=1)][:, known_P]
-        return bool((np.linalg.norm(np.log(places_NP) - last_NP[-1], axis=1) < _NEAR * length).any())
-
-    def _undone(self, step: int) -> Alert:
-        fact = (
-            f"Step {step}: the update before this step was more than {number(_LEAP)} times as long as any of the "
-            f"{len(self._last) - 2} before it, and all norms of weights are back at earlier values."
-        )
-        cause = "other code undoes the updates: an average or an earlier state is copied into the model"
-        remedy = "look for code that overwrites the parameters, such as load_state_dict() or an average for validation"
-        return finding(self.undone, fact, "", cause, remedy, step, "WARN")
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
         """Return the share of the first norm that is left, of parameters that are present since the first sample."""
