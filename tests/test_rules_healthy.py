@@ -61,6 +61,19 @@ def test_an_expert_that_is_idle_for_a_while_is_not_lost(lost: str, told: list[in
     assert [step for step, _ in levels(NoGradient(), together(samples))][:1] == told  # 20^-5 < 1e-6
 
 
+@pytest.mark.parametrize(("is_next_phase", "told"), [(True, []), (False, [44])])
+def test_what_rests_while_another_phase_of_the_training_goes_on_is_not_lost(
+    is_next_phase: bool, told: list[int]
+) -> None:
+    """SeqGAN's generator is trained first, then its discriminator, then both: the generator at every fourth step."""
+    samples = []
+    for step in range(1, 140):
+        is_generator = step <= 40 or (step > 120 and step % 4 == 0)
+        given = {"generator": is_generator, "discriminator": not is_generator if is_next_phase else True}
+        samples.append(sample_of({name: [1.0] if has else None for name, has in given.items()}, step=step))
+    assert [step for step, _ in levels(NoGradient(), together(samples))][:1] == told  # 42^-4 < 1e-6
+
+
 @pytest.mark.parametrize(("recovers", "told"), [(True, []), (False, [10, 11, 12])])
 def test_a_fall_over_the_depth_that_is_getting_less_was_the_first_steps(recovers: bool, told: list[int]) -> None:
     """A decoder that learns its biases before it uses the code: from 13,000x to 1,900x within ten steps."""
@@ -133,6 +146,24 @@ FALLING = [2.0 - 0.05 * n for n in range(30)]
 def test_parameters_that_grow_fast_while_the_loss_falls_are_learning(loss: list[float], told: list[int]) -> None:
     samples = grown([1.0] * 21 + [1.15, 1.15] + [1.0] * 7, loss)
     assert [step for step, _ in levels(FastParameters(), samples)][:1] == told
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"), [([4.6, 4.7, 4.6, 4.5, 4.7, 4.6], []), ([4.6, 5.6, 5.8, 5.5, 5.7, 5.9], [4])]
+)
+def test_a_small_table_may_grow_to_its_size_unless_the_loss_rises(loss: list[float], told: list[int]) -> None:
+    """Adagrad's first steps move each looked-up row by the rate: 256 elements may reach 256^(-1/4) = 0.25, or half."""
+    samples = grown([0.1, 1.4, 1.3, 1.25, 1.15, 1.1], loss)
+    assert [step for step, _ in levels(FastParameters(), samples)][:1] == told
+
+
+@pytest.mark.parametrize(("slope", "told"), [(0.0, []), (0.3, [(12, "WARN")])])
+def test_a_gradient_that_grows_while_the_loss_does_not_rise_leaves_a_plateau(
+    slope: float, told: list[tuple[int, str]]
+) -> None:
+    """Attention behind a gate that begins at 0, as Flamingo's, has a gradient that grows a hundredfold in 40 steps."""
+    norms, loss = [1.35**n for n in range(14)], [4.2 + slope * n for n in range(14)]  # 1.35^11 = 27 > 20
+    assert levels(ExplodingGradient(), measured(of_norms(norms), loss=loss))[:1] == told
 
 
 @pytest.mark.parametrize(("loss", "told"), [(FALLING, []), ([2.0] * 30, [(22, "ERROR")])])

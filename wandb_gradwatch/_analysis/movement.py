@@ -25,13 +25,13 @@ class Update(NamedTuple):
     num_steps: int
 
 
-def small_squares(num_elements_P: FloatArray) -> FloatArray:
+def small_squares(num_elements_P: FloatArray, *, share: float = 0.5) -> FloatArray:
     """Sums of squares up to which weights may grow at any rate: [P].
 
-    The limit is half of the size with which a square weight preserves a signal's size: a root mean square of
-    elements^(-1/4) / 2. Embeddings and heads that start at a hundredth of it grow many times in Adam's first steps.
+    The limit is a share of the size with which a square weight preserves a signal's size: a root mean square of
+    elements^(-1/4). Embeddings and heads that start at a hundredth of it grow many times in Adam's first steps.
     """
-    return 0.25 * np.sqrt(num_elements_P)
+    return share**2 * np.sqrt(num_elements_P)
 
 
 class Movement(Remembers):

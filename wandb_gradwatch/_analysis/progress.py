@@ -11,6 +11,7 @@ from .memory import Remembers
 
 _UPDATES: Final = 10  # number of updates over which the loss is compared
 _LOSSES: Final = 3  # number of losses at either end, whose medians are compared
+_CLEARLY: Final = 1.05  # a loss that is hardly falling yet scatters by less
 
 
 class Progress(Remembers):
@@ -24,13 +25,20 @@ class Progress(Remembers):
         self._losses.append(loss)
 
     def has_fallen(self) -> bool:
-        """Whether the last losses are below those of ten updates before, or the first ones, and not below 0.
+        """Whether the last losses are below those of ten updates before, or the first ones.
 
-        A loss below 0 may be one without a lower bound, which falls while the parameters explode. False if losses are
-        not known.
+        False if losses are not known, or below 0: a loss without a lower bound falls while the parameters explode.
         """
         losses = list(self._losses)
-        earlier, last = losses[:_LOSSES], losses[-_LOSSES:]
-        if any(map(math.isnan, earlier + last)):
-            return False
-        return bool(losses) and 0.0 <= statistics.median(last) < statistics.median(earlier)
+        return 0.0 <= _median(losses[-_LOSSES:]) < _median(losses[:_LOSSES])
+
+    def may_have_risen(self) -> bool:
+        """Whether the last losses are clearly above all of the ten updates before; True if not known, or below 0."""
+        losses = list(self._losses)
+        before = [loss for loss in losses[:-_LOSSES] or losses[:1] if not math.isnan(loss)]
+        return not 0.0 <= _median(losses[-_LOSSES:]) <= _CLEARLY * max(before, default=math.nan)
+
+
+def _median(losses: list[float]) -> float:
+    """Return the median; NaN if there are none, or one is NaN."""
+    return math.nan if not losses or any(map(math.isnan, losses)) else statistics.median(losses)

@@ -38,7 +38,6 @@ _GROWS: Final = 1.5  # multiple of the largest norm since the rise began: a norm
 _STAYS: Final = 5  # samples in a row above the limit; no healthy spike below `_CLEARLY` lasts as long
 _OF_RECORD: Final = 0.25  # share of `deviations` that is added to the record, which is above the median already
 _WORTH_A_WORD: Final = 4.0  # multiple of the record from which a spike that has passed is reported, as INFO
-_UNMOVED_GROWTH: Final = 3.0  # factor on `growth` for a rise that does not move the parameters: it may turn by itself
 _MOVED: Final = 0.05  # share of the parameters' norm that an update moves; healthy, after the first steps: 2.5 %
 _MOVING: Final = 3  # updates in a row that moved parameters, as when a run begins: they excuse those after a spike
 _LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and {clip}"
@@ -172,7 +171,8 @@ class ExplodingGradient(ShippedRule):
         first_factor: replaces both factors in the first 5 samples: a multiple of the largest norm so far (after one
             sample that moved no parameter at least 100), which grows with the square root of the steps between samples.
             Samples less than half that distance apart count as one.
-        growth: largest factor of a steady rise over 5 to 64 samples; None switches this check off.
+        growth: largest factor of a steady rise over 5 to 64 samples, during which the loss has risen or the parameters
+            have moved far; None switches this check off.
         adapt_after: after this many samples in a row above the limit, their level counts as usual.
     """
 
@@ -252,14 +252,16 @@ class ExplodingGradient(ShippedRule):
             return _Found("rise" if kind == "large" and moved else kind, "ERROR", step, words)
         if log_norm <= small:
             return self._below(past, log_norm, moved)
-        # A rise back to where the run began, as at the edge of stability, is over soon unless it moves the parameters.
-        beyond = moved or log_norm > past.beginning + math.log(self.min_factor)
-        needed = 0.0 if self.growth is None else self.growth * (1.0 if moved else _UNMOVED_GROWTH)
-        if needed and beyond and (rise := steady_growth(norms, factor=needed, every=gap)) is not None:
+        # A rise that does not move the parameters is over soon if it only leads back to where the run began, as at the
+        # edge of stability. If the loss does not rise with it, a plateau is left or a gate opens.
+        harms = log_norm > past.beginning + math.log(self.min_factor) and past.progress.may_have_risen()
+        rise = steady_growth(norms, factor=self.growth, every=gap) if self.growth and (moved or harms) else None
+        if self.growth and rise is not None:
             more = " or more" if norms[-rise.num_samples] <= small else ""
             words = (
                 f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times{more} over the last "
-                f"{rise.num_samples} samples, step by step, above all norms before (threshold {number(needed)} times)"
+                f"{rise.num_samples} samples, step by step, above all norms before (threshold "
+                f"{number(self.growth)} times)"
             )
             # At the edge of stability the norm rises a hundredfold, and falls again before the parameters have moved.
             return _Found("rise", "ERROR" if moved else "WARN", step, words)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .._analysis.formatting import listing, worst_first
 from .._analysis.layers import cancelled_biases
-from .._analysis.memory import ALIKE, Streaks
+from .._analysis.memory import ALIKE, PerName, Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
@@ -20,6 +20,7 @@ from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
 
 _LOST_CHANCE: Final = 1e-6  # probability of a pause by chance below which a gradient is lost
 _MIN_BEFORE: Final = 10  # least number of samples before a pause: fewer may be another phase of the training
+_PHASE: Final = 10  # samples without a gradient after which a parameter that gets one begins a new phase
 
 
 def _cut_off(
@@ -59,6 +60,12 @@ class NoGradient(ShippedRule):
     _num_zero: int = field(default=0, init=False)
     _was_nothing: bool = field(default=False, init=False)  # whether all gradients of the last sample were missing or 0
     _is_often_nothing: bool = field(default=False, init=False)  # they are so now and then, as with a hinge loss
+    # Numbers of samples: of all; the newest in which no gradient was missing, and in which each parameter had one; and
+    # in which a parameter lost its gradient because another phase of the training began.
+    _num_samples: int = field(default=0, init=False)
+    _complete: int = field(default=0, init=False)
+    _newest: PerName = field(default_factory=PerName, init=False, repr=False)
+    _handed_over: PerName = field(default_factory=PerName, init=False, repr=False)
     _unowned: set[str] = field(default_factory=set, init=False)  # keys of parameters that no optimizer holds
 
     title: ClassVar[str] = "No gradient"
@@ -70,6 +77,7 @@ class NoGradient(ShippedRule):
         if all_here and not unowned:  # the usual case
             self._is_often_nothing |= self._was_nothing
             self._missing.end(snapshot.names, len(snapshot))
+            self._num_samples = self._complete = self._num_samples + len(snapshot)
             self._num_zero, self._was_nothing = 0, False
             return
         loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
@@ -80,6 +88,7 @@ class NoGradient(ShippedRule):
             wanted_P = snapshot.trainable | ~missing_P
             if self._unowned:
                 wanted_P = wanted_P & [keys.WIRING_UNOWNED + name not in self._unowned for name in snapshot.names]
+            wanted_P = wanted_P & ~self._have_had_their_phase(snapshot.names, missing_P)
             late_P = missing_P & wanted_P
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
             is_nothing = all_zero or bool(missing_P.all())
@@ -102,6 +111,20 @@ class NoGradient(ShippedRule):
                 yield self._zero_alert(int(snapshot.steps[sample]), patience)
             elif (late := np.flatnonzero(late_P & wanted_P)).size:
                 yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, row_P, late)
+
+    def _have_had_their_phase(self, names: tuple[str, ...], missing_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return which parameters lack a gradient since others got one for the first time, or after a pause: [P].
+
+        A training that goes on to other layers, as from a generator to its discriminator, has lost nothing.
+        """
+        self._num_samples += 1
+        newest_P, handed_over_P = self._newest.of(names), self._handed_over.of(names)
+        np.maximum(newest_P, self._complete, out=newest_P)
+        if (self._num_samples - newest_P[~missing_P] > _PHASE).any():
+            handed_over_P[missing_P & (newest_P == self._num_samples - 1)] = self._num_samples
+            self._missing = Streaks()  # how often gradients were missing before says nothing about this phase
+        newest_P[~missing_P] = self._num_samples
+        return handed_over_P > newest_P
 
     def _zero_alert(self, step: int, patience: int) -> Alert:
         fact = f"Step {step}: all gradients have been exactly 0 for {self._num_zero} samples (threshold {patience})."

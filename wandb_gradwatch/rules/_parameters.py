@@ -56,9 +56,9 @@ class FastParameters(PerKindRule):
     Growth: for each weight, the second largest of five updates is checked, and the product of ten without the largest.
     Shrinking: most weights lose 2 % or more per step in eight updates in a row, one weight loses half of its norm in
     them, or too little is left of the first norm of all parameters. A weight that begins at or near 0 may grow at any
-    speed to the model's typical weight, or to half of the size that preserves a signal; and all weights may grow while
-    the loss falls, except by a single update. With five or more weights, the norm of all together may grow only half as
-    fast as that of a single weight.
+    speed to the model's typical weight, or to the size that preserves a signal, half of it while the loss rises; and
+    all weights may grow while the loss falls, except by a single update. With five or more weights, the norm of all
+    together may grow only half as fast as that of a single weight.
 
     Args:
         max_growth: largest growth of a weight's norm per step after step 20. Healthy: at most 11 % (LSTM, rate 20).
@@ -144,12 +144,13 @@ class FastParameters(PerKindRule):
             self._names, self._recent = names, deque(maxlen=_TOGETHER)
             self._ordinary.clear()
         self._work_out()
-        if (change_P := _change(names, update, size_P)) is not None:
+        share = 0.5 if self._progress.may_have_risen() else 1.0
+        if (change_P := _change(names, update, size_P, share)) is not None:
             self._recent.append(change_P)
         return change_P is not None
 
     def _work_out(self) -> None:
-        changes = [_change(self._names, update, size_P) for update, size_P in self._ordinary]
+        changes = [_change(self._names, update, size_P, 1.0) for update, size_P in self._ordinary]
         self._recent.extend(change_P for change_P in changes if change_P is not None)
         self._ordinary.clear()
 
@@ -228,8 +229,12 @@ class FastParameters(PerKindRule):
         return finding(self.shrinking, fact, layers, cause, remedy, step, "WARN")
 
 
-def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> FloatArray | None:
-    """Return each weight's change of log norm per step, 0 if unknown, then that of all, doubled if many: [P + 1]."""
+def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: float) -> FloatArray | None:
+    """Return each weight's change of log norm per step, 0 if unknown, then that of all, doubled if many: [P + 1].
+
+    Args:
+        share: of the size that preserves a signal; weights may grow to it at any speed.
+    """
     before_P, now_P, *_, num_steps = update
     known_P = _are_weights(names) & (size_P >= MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
     if num_steps < 1 or not np.count_nonzero(known_P):
@@ -241,9 +246,9 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> Float
         before, now = before_P.sum(where=both_P), now_P.sum(where=both_P)
         typical_sq = np.nansum(before_P) / np.nansum(size_P)
     # A weight that begins at or near 0, as half of a LoRA pair, may grow to a typical or a small size at any speed.
-    small_P, typical_P = small_squares(size_P), typical_sq * size_P
+    small_P, typical_P = small_squares(size_P, share=share), typical_sq * size_P
     least_P = np.where(
-        now_P > before_P, np.maximum(typical_P, small_P), _OF_TYPICAL**2 * np.minimum(typical_P, small_P)
+        now_P > before_P, np.maximum(typical_P, small_P), _OF_TYPICAL**2 * np.minimum(typical_P, small_squares(size_P))
     )
     ratio_P = np.ones(len(names) + 1)
     np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
