@@ -363,6 +363,25 @@ def test_the_parameters_of_two_networks_that_train_in_turn_are_judged(
     assert steps(rule, together(samples)) == told
 
 
+def test_layers_without_a_gradient_of_one_of_two_networks_are_told_after_ten_of_its_samples() -> None:
+    rng, samples = np.random.default_rng(0), []
+    sizes = {
+        f"{name}.{layer}.{part}": size
+        for name in "ab"
+        for layer in "01"
+        for part, size in (("weight", (16, 16)), ("bias", (16,)))
+    }
+    parameters = {name: 0.2 * rng.normal(size=size) for name, size in sizes.items()}
+    for step in range(1, 25):
+        mine = "ba"[step % 2]
+        grads = {
+            name: rng.normal(size=size) * (not name.startswith("b.0")) if name[0] == mine else None
+            for name, size in sizes.items()
+        }
+        samples.append(sample_of(grads, step=step, parameters=parameters))
+    assert steps(DeadGradient(), together(samples)) == [20, 22, 24]
+
+
 @pytest.mark.parametrize(("weight", "bias", "told"), [(1.0, 0.0, 1), (0.8, 0.1, 0), (0.0, 0.0, 1)])
 def test_large_weights_of_a_model_that_was_trained_before_are_no_initialisation(
     weight: float, bias: float, told: int

@@ -15,7 +15,8 @@ from .._analysis.layers import dead_units, feed_nothing, is_held_up, modules_of,
 from .._analysis.memory import ALIKE, Streaks
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
-from ._base import FROM_1, SHARE, Alert, Bounds, ShippedRule, finding
+from ..snapshot._overview import Overview
+from ._base import FROM_1, SHARE, Alert, Bounds, PerKindRule, finding
 
 # S samples, P watched parameters, L modules
 
@@ -27,7 +28,7 @@ _MANY: Final = 0.9  # share of a layer's units that neither chance nor training 
 
 
 @dataclass(kw_only=True)
-class DeadGradient(ShippedRule):
+class DeadGradient(PerKindRule):
     """Raises the alert "Dead gradient" if the same units of a layer get no gradient in sample after sample.
 
     The count of one sample means nothing: at a batch size of 1 half of all ReLU units are off in every sample, but
@@ -65,48 +66,47 @@ class DeadGradient(ShippedRule):
         # The smallest limit for any size of a layer: it falls with the size, except where `_MANY` sets it.
         self._least = float(self._by_chance(np.append(np.arange(1.0, 1.0 / (1.0 - _MANY) + 1), np.inf)).min())
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+    def check_sample(self, snapshot: Snapshot, sample: Overview, value: float, /) -> Iterable[Alert]:
         names = snapshot.names
         if names is not self._names and names != self._names:
             places = [self._names.index(name) if name in self._names else -1 for name in names]
             self._recent = deque(np.append(shares, np.nan)[places] for shares in self._recent)
         self._names = names
         modules = modules_of(names).names
-        for seen in snapshot.overview:
-            if not seen.norm > 0:  # NoGradient reports it
-                continue
-            self._largest = max(self._largest, seen.norm)
-            if seen.norm < _ARRIVED * self._largest:
-                continue
-            sample, num_elements = seen.place, seen.least[Column.NUM_ELEMENTS]
-            dead_P = (
-                seen.rows[:, Column.NUM_DEAD] / seen.rows[:, Column.NUM_ELEMENTS]
-                if num_elements > 0 and not seen.has_nonfinite
-                else snapshot.dead_ratio[sample]
-            )
-            self._recent.append(dead_P)
-            self._steps.append(seen.step)
-            if len(self._recent) > self.patience:
-                self._recent.popleft()
-                self._steps.popleft()
-            few_dead = seen.most[Column.NUM_DEAD] < self.max_ratio * num_elements
-            if few_dead or self._are_few(names, dead_P):  # the usual case; nothing is missing
-                self._dead.end(modules, 1)
-                self._empty.end(modules, 1)
-                continue
-            recent_NL = dead_units(names, np.stack(self._recent))
-            present_L, empty_now_L = ~np.isnan(recent_NL[-1]), without_inputs(names, dead_P)
-            dead_L = self._have_died(snapshot, sample, recent_NL[-1], present_L, empty_now_L)
-            dead_L = dead_L | self._are_the_same(snapshot, sample, recent_NL)
-            empty = self._empty.see(modules, empty_now_L, present_L)
-            if np.count_nonzero(dead_L):
-                yield self._alert(snapshot, sample, recent_NL[-1], np.flatnonzero(dead_L)[::-1].tolist())
-            elif empty is not None:
-                row_L, before_L, chance_L = empty
-                empty_L = empty_now_L & (chance_L < _CHANCE) & (row_L >= 2) & (before_L >= self.patience)
-                if empty_L.any():
-                    first = int(np.flatnonzero(empty_L)[0])
-                    yield self._empty_alert(seen.step, modules, first, int(row_L[first]), present_L)
+        if not sample.norm > 0:  # NoGradient reports it
+            return
+        self._largest = max(self._largest, sample.norm)
+        if sample.norm < _ARRIVED * self._largest:
+            return
+        num_elements = sample.least[Column.NUM_ELEMENTS]
+        dead_P = (
+            sample.rows[:, Column.NUM_DEAD] / sample.rows[:, Column.NUM_ELEMENTS]
+            if num_elements > 0 and not sample.has_nonfinite
+            else snapshot.dead_ratio[sample.place]
+        )
+        self._recent.append(dead_P)
+        self._steps.append(sample.step)
+        if len(self._recent) > self.patience:
+            self._recent.popleft()
+            self._steps.popleft()
+        few_dead = sample.most[Column.NUM_DEAD] < self.max_ratio * num_elements
+        if few_dead or self._are_few(names, dead_P):  # the usual case; nothing is missing
+            self._dead.end(modules, 1)
+            self._empty.end(modules, 1)
+            return
+        recent_NL = dead_units(names, np.stack(self._recent))
+        present_L, empty_now_L = ~np.isnan(recent_NL[-1]), without_inputs(names, dead_P)
+        dead_L = self._have_died(snapshot, sample.place, recent_NL[-1], present_L, empty_now_L)
+        dead_L = dead_L | self._are_the_same(snapshot, sample.place, recent_NL)
+        empty = self._empty.see(modules, empty_now_L, present_L)
+        if np.count_nonzero(dead_L):
+            yield self._alert(snapshot, sample.place, recent_NL[-1], np.flatnonzero(dead_L)[::-1].tolist())
+        elif empty is not None:
+            row_L, before_L, chance_L = empty
+            empty_L = empty_now_L & (chance_L < _CHANCE) & (row_L >= 2) & (before_L >= self.patience)
+            if empty_L.any():
+                first = int(np.flatnonzero(empty_L)[0])
+                yield self._empty_alert(sample.step, modules, first, int(row_L[first]), present_L)
 
     def _are_few(self, names: tuple[str, ...], dead_P: FloatArray) -> bool:
         """Whether no layer can be reported: each has fewer dead units than chance allows, and no new ones.
