@@ -363,23 +363,33 @@ def test_the_parameters_of_two_networks_that_train_in_turn_are_judged(
     assert steps(rule, together(samples)) == told
 
 
-def test_layers_without_a_gradient_of_one_of_two_networks_are_told_after_ten_of_its_samples() -> None:
+@pytest.mark.parametrize(
+    ("rule", "part", "factor", "received", "told"),
+    [
+        (DeadGradient(), "b.0", 0.0, 1.0, 20),  # after ten samples of network b, and so the next one
+        (VanishingGradient(), "b", 1e-10, 1.0, 20),
+        (TightClipping(), "b", 1.0, 1e-8, 6),  # after three
+    ],
+)
+def test_the_gradients_of_two_networks_that_train_in_turn_are_judged(
+    rule: Rule, part: str, factor: float, received: float, told: int
+) -> None:
+    """Of the second network `part` has gradients of this factor, of whose squares this share is left by clipping."""
     rng, samples = np.random.default_rng(0), []
-    sizes = {
-        f"{name}.{layer}.{part}": size
-        for name in "ab"
-        for layer in "01"
-        for part, size in (("weight", (16, 16)), ("bias", (16,)))
-    }
+    parts = (("weight", (16, 16)), ("bias", (16,)))
+    sizes = {f"{name}.{layer}.{kind}": size for name in "ab" for layer in "01" for kind, size in parts}
     parameters = {name: 0.2 * rng.normal(size=size) for name, size in sizes.items()}
     for step in range(1, 25):
         mine = "ba"[step % 2]
         grads = {
-            name: rng.normal(size=size) * (not name.startswith("b.0")) if name[0] == mine else None
+            name: rng.normal(size=size) * (factor if name.startswith(part) else 1.0) if name[0] == mine else None
             for name, size in sizes.items()
         }
-        samples.append(sample_of(grads, step=step, parameters=parameters))
-    assert steps(DeadGradient(), together(samples)) == [20, 22, 24]
+        sample = sample_of(grads, step=step, parameters=parameters)
+        rows = sample.rows.copy()
+        rows[..., Column.RECEIVED_SUM_SQ] *= received if mine == "b" else 1.0
+        samples.append(replace(sample, rows=rows))
+    assert steps(rule, together(samples))[0] == told
 
 
 @pytest.mark.parametrize(("weight", "bias", "told"), [(1.0, 0.0, 1), (0.8, 0.1, 0), (0.0, 0.0, 1)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
@@ -145,7 +145,7 @@ class PerKindRule(ShippedRule):
     Each kind of samples has a rule with the same limits and a state of its own.
     """
 
-    metric: ClassVar[str] = ""  # the key of the metric that `check_sample` needs
+    metric: ClassVar[str] = ""  # the key of the metric that `check_sample` gets
     _kinds: PerKind[PerKindRule] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -153,12 +153,16 @@ class PerKindRule(ShippedRule):
         self._kinds = PerKind(lambda: replace(self))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample, value in zip(snapshot.overview, values_of(snapshot, self.metric), strict=True):
+        for sample, value in zip(snapshot.overview, self.values(snapshot), strict=True):
             present_P = None if sample.is_complete else snapshot.present[sample.place]
             yield from self._kinds.of(snapshot.names, present_P).check_sample(snapshot, sample, value)
 
-    def check_sample(self, snapshot: Snapshot, sample: Overview, value: float, /) -> Iterable[Alert]:
-        """Check the next sample of this kind; `value` is its metric, NaN where that was not measured."""
+    def values(self, snapshot: Snapshot) -> Sequence[Any]:
+        """Return what `check_sample` needs to know of each sample: its metric, NaN where that was not measured."""
+        return values_of(snapshot, self.metric)
+
+    def check_sample(self, snapshot: Snapshot, sample: Overview, value: Any, /) -> Iterable[Alert]:
+        """Check the next sample of this kind."""
         raise NotImplementedError
 
 

@@ -10,13 +10,14 @@ import numpy as np
 
 from .._analysis.formatting import number
 from ..snapshot import Snapshot
-from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
+from ..snapshot._overview import Overview
+from ._base import FROM_1, Alert, Bounds, PerKindRule, finding
 
 _LARGE_GRADIENT: Final = 10.0  # multiple of the parameters' norm; ordinary inputs and losses make smaller gradients
 
 
 @dataclass(kw_only=True)
-class TightClipping(ShippedRule):
+class TightClipping(PerKindRule):
     """Raises the alert "Clipping too tight" if every gradient is clipped to a tiny part of its norm.
 
     Args:
@@ -36,19 +37,18 @@ class TightClipping(ShippedRule):
     title: ClassVar[str] = "Clipping too tight"
     bounds: ClassVar[Bounds] = {"max_factor": FROM_1, "patience": FROM_1, "first_patience": FROM_1}
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in snapshot.overview:
-            if not (sample.norm > 0 and sample.clipped_norm > 0):
-                continue
-            factor = sample.norm / sample.clipped_norm
-            self._num_tight = self._num_tight + 1 if factor > self.max_factor else 0
-            if not self._num_tight:
-                self._largest = max(self._largest, sample.norm)
-            # A norm has not exploded if it is no larger than one that was clipped less, or if the run began with it.
-            has_exploded = 0 < self._largest < sample.norm
-            self._num_certain = self._num_certain + 1 if self._num_tight and not has_exploded else 0
-            if self._num_certain >= self.first_patience or self._num_tight >= self.patience:
-                yield self._alert(snapshot, sample.place, factor)
+    def check_sample(self, snapshot: Snapshot, sample: Overview, value: float, /) -> Iterable[Alert]:
+        if not (sample.norm > 0 and sample.clipped_norm > 0):
+            return
+        factor = sample.norm / sample.clipped_norm
+        self._num_tight = self._num_tight + 1 if factor > self.max_factor else 0
+        if not self._num_tight:
+            self._largest = max(self._largest, sample.norm)
+        # A norm has not exploded if it is no larger than one that was clipped less, or if the run began with it.
+        has_exploded = 0 < self._largest < sample.norm
+        self._num_certain = self._num_certain + 1 if self._num_tight and not has_exploded else 0
+        if self._num_certain >= self.first_patience or self._num_tight >= self.patience:
+            yield self._alert(snapshot, sample.place, factor)
 
     def _alert(self, snapshot: Snapshot, sample: int, factor: float) -> Alert:
         step, scale = int(snapshot.steps[sample]), float(snapshot.loss_scale[sample])

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from .._analysis.depth import depth_trends
+from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import MIN_WEIGHTS, modules_of
 from .._analysis.memory import PerName, Streaks
@@ -18,7 +18,7 @@ from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
-from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, ShippedRule, finding
+from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, PerKindRule, finding
 
 # S samples, P watched parameters, L modules
 
@@ -53,7 +53,7 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
 
 
 @dataclass(kw_only=True)
-class VanishingGradient(ShippedRule):
+class VanishingGradient(PerKindRule):
     """Raises the alert "Vanishing gradient" if the total norm is too small, or norms fall layer by layer to the input.
 
     A total norm that sinks slowly below the floor is convergence and raises no alert; a norm that was below it from the
@@ -86,47 +86,48 @@ class VanishingGradient(ShippedRule):
     title: ClassVar[str] = "Vanishing gradient"
     bounds: ClassVar[Bounds] = {"min_norm": FROM_0, "depth_factor": FROM_1, "min_order": SHARE, "patience": FROM_1}
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+    def values(self, snapshot: Snapshot) -> list[DepthTrend | None]:
         steep = depth_trends(snapshot, above=self.depth_factor)
-        for seen in snapshot.overview:
-            if not seen.norm > 0:
-                continue
-            sample, small = seen.place, self._is_small(seen.norm)
-            trend = steep.get(sample)
-            faded = trend is not None and trend.order >= self.min_order
-            self._num_faded = self._num_faded + 1 if faded else 0
-            self._steepest = max(self._steepest, trend.factor) if faded and trend is not None else 0.0
-            size = float(np.linalg.norm(np.nan_to_num(snapshot.param_norm[sample]))) if small else 0.0
-            is_nothing = seen.norm < _NOTHING * size
-            if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
-                words = (
-                    f"the gradient norm is {number(snapshot.total_grad_norm[sample])}, below {number(self.min_norm)} "
-                    f"for {self._num_small} samples."
-                )
-                yield self._alert(snapshot, sample, "small", words, range(len(snapshot.names)))
-            elif trend is not None and (
-                self._num_faded >= 3
-                if trend.factor > _STEEP
-                else self._num_faded >= self.patience and trend.factor > _RECOVERED * self._steepest
-            ):
-                words = (
-                    f"the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer "
-                    f"(threshold {number(self.depth_factor)}x), for {self._num_faded} samples."
-                )
-                yield self._alert(snapshot, sample, "faded", words, np.flatnonzero(snapshot.grad_norm[sample] > 0))
-            elif (faint := self._faint_at(snapshot, seen)).size:
-                words = (
-                    f"the gradients of {len(faint)} of {len(snapshot.names)} parameters have been less than "
-                    f"{number(_ROUNDED)} of the largest one for sample after sample: no more than rounding."
-                )
-                yield self._alert(snapshot, sample, "faint", words, faint)
-            self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, seen) else 0
-            if self._num_coarse >= _CERTAIN:
-                words = (
-                    f"for {_CERTAIN} samples or more, most gradients are below 2^-14 and their smallest elements are "
-                    "multiples of 2^-24, the smallest number of float16: smaller elements have become 0."
-                )
-                yield self._alert(snapshot, sample, "coarse", words, [])
+        return [steep.get(place) for place in range(len(snapshot))]
+
+    def check_sample(self, snapshot: Snapshot, seen: Overview, trend: DepthTrend | None, /) -> Iterable[Alert]:
+        if not seen.norm > 0:
+            return
+        sample, small = seen.place, self._is_small(seen.norm)
+        faded = trend is not None and trend.order >= self.min_order
+        self._num_faded = self._num_faded + 1 if faded else 0
+        self._steepest = max(self._steepest, trend.factor) if faded and trend is not None else 0.0
+        size = float(np.linalg.norm(np.nan_to_num(snapshot.param_norm[sample]))) if small else 0.0
+        is_nothing = seen.norm < _NOTHING * size
+        if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
+            words = (
+                f"the gradient norm is {number(snapshot.total_grad_norm[sample])}, below {number(self.min_norm)} "
+                f"for {self._num_small} samples."
+            )
+            yield self._alert(snapshot, sample, "small", words, range(len(snapshot.names)))
+        elif trend is not None and (
+            self._num_faded >= 3
+            if trend.factor > _STEEP
+            else self._num_faded >= self.patience and trend.factor > _RECOVERED * self._steepest
+        ):
+            words = (
+                f"the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer "
+                f"(threshold {number(self.depth_factor)}x), for {self._num_faded} samples."
+            )
+            yield self._alert(snapshot, sample, "faded", words, np.flatnonzero(snapshot.grad_norm[sample] > 0))
+        elif (faint := self._faint_at(snapshot, seen)).size:
+            words = (
+                f"the gradients of {len(faint)} of {len(snapshot.names)} parameters have been less than "
+                f"{number(_ROUNDED)} of the largest one for sample after sample: no more than rounding."
+            )
+            yield self._alert(snapshot, sample, "faint", words, faint)
+        self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, seen) else 0
+        if self._num_coarse >= _CERTAIN:
+            words = (
+                f"for {_CERTAIN} samples or more, most gradients are below 2^-14 and their smallest elements are "
+                "multiples of 2^-24, the smallest number of float16: smaller elements have become 0."
+            )
+            yield self._alert(snapshot, sample, "coarse", words, [])
 
     def _faint_at(self, snapshot: Snapshot, seen: Overview) -> npt.NDArray[np.intp]:
         """Return the indices of parameters whose gradients have been tiny beside the largest one for some samples."""
