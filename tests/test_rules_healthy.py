@@ -194,6 +194,17 @@ def test_another_phase_of_a_training_may_have_another_loss() -> None:
     assert levels(LossSpike(), measured(same, loss=loss))[0] == (51, "WARN")
 
 
+@pytest.mark.parametrize(("num_between", "told"), [(40, []), (20, [(71, "WARN")])])
+def test_a_loss_of_long_ago_says_nothing_about_that_of_another_phase(
+    num_between: int, told: list[tuple[int, str]]
+) -> None:
+    """Learning without forgetting: a network, then only its new head, then all by a loss that has one more term."""
+    parts = ["a"] * 50 + ["b"] * num_between + ["ab"] * 20
+    samples = [sample_of({n: [1.0] if n in part else None for n in "ab"}, step=s) for s, part in enumerate(parts, 1)]
+    loss = [(3.6 if part == "ab" else 0.1) + 0.001 * (s % 3) for s, part in enumerate(parts)]
+    assert levels(LossSpike(), measured(together(samples), loss=loss))[:1] == told
+
+
 @pytest.mark.parametrize(("pauses", "told"), [((20,), []), ((), [31])])
 def test_updates_without_any_gradient_now_and_then_are_no_loss(pauses: tuple[int, ...], told: list[int]) -> None:
     """An evolution strategy has no direction where all its members reach the best reward: for one step, then three."""

@@ -24,6 +24,7 @@ _TURNED, _FAR = 16, 6.0  # samples within which a loss falls below 0, and by how
 # healthy likelihood falls 1.7 times as fast, one of the wrong sign from 11 times.
 _FEWEST, _LAST, _FASTER = 8, 4, 5.0
 _BLOCK, _RISES, _FAR_ABOVE = 8, 8, 5.0  # losses per group, groups that rise in a row, and by which factor in all
+_PHASE: Final = 32  # samples of other parameters after which another phase may have another loss
 _PRECISION: Final = 1e-3  # smallest deviation, as a share of the median: equal losses have no scatter to compare with
 UNBOUNDED: Final = (
     "the wrong sign of the loss, or a loss without a lower bound",
@@ -43,6 +44,7 @@ class _Past(Remembers):
         self.below: list[float] = []
         self.before_0: tuple[float, ...] = ()
         self.first_step = self.last_step = 0  # of the losses before that
+        self.newest = 0  # the number of the newest sample
 
     def expected_below_0(self) -> tuple[float, float, float]:
         """Return the median of the last losses, how far below 0 no loss is expected, and by how much no loss falls per
@@ -61,8 +63,8 @@ class LossSpike(ShippedRule):
     Far: above the largest of the last 32 losses by `deviations` robust standard deviations (1.4826 times the median
     distance from the median), and by at least their range. The alert is INFO while the loss falls again, because the
     training copes with the change. A loss has no scale of its own and may be negative, so it is compared only with
-    itself, and only in samples of the same parameters: another phase or another model may have another loss. A single
-    hard batch is no spike. "Non-finite loss" reports NaN and Inf.
+    itself, and only in samples of the same parameters, without a long break: another phase or another model may have
+    another loss. A single hard batch is no spike. "Non-finite loss" reports NaN and Inf.
 
     It also raises "Loss below 0" if the loss was above 0 for at least 32 samples, and falls below 0 far faster than it
     has approached 0; after 8 to 31 samples if it falls as far below 0 as it was above, five times as fast. And "Loss
@@ -80,6 +82,7 @@ class LossSpike(ShippedRule):
     stays: int = 8
     adapt_after: int = 20
     _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
+    _num_samples: int = field(default=0, init=False, repr=False)
     # Of all samples: a critic's loss alone may rise as the rewards do.
     _first: float = field(default=-math.inf, init=False, repr=False)  # the largest of the first losses
     _num_first: int = field(default=0, init=False, repr=False)
@@ -99,6 +102,10 @@ class LossSpike(ShippedRule):
             if sample.skipped or not math.isfinite(loss):
                 continue
             past = self._pasts.of(snapshot.names, None if sample.is_complete else snapshot.present[sample.place])
+            self._num_samples += 1
+            if self._num_samples - past.newest > _PHASE:
+                past.losses, past.above = [], []
+            past.newest = self._num_samples
             if past.below or loss < 0:
                 yield from self._look_below_0(past, sample.step, loss)
             if loss >= 0:
