@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
 
 import numpy as np
@@ -13,6 +14,7 @@ from gradients import Chosen, of, step, watch
 from processes import script
 from torch import nn
 
+import wandb_gradwatch
 from wandb_gradwatch import SkipGuard
 from wandb_gradwatch._guard.guard import TooManySkippedStepsError
 from wandb_gradwatch._pipeline import recorder
@@ -403,3 +405,19 @@ def test_replicas_judge_by_the_same_loops(monkeypatch):
         backend = watcher._sampler._sample._measurer._config.backend
         watcher.remove()
         assert backend == expected
+
+
+def test_a_step_that_is_skipped_between_two_samples_is_told_of(caplog):
+    """Only its number reached a row: a user who had asked for nothing but the guard never learnt of it."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    watcher = wandb_gradwatch.watch(model, sinks=[], guard="skip", sample_every=1000)
+    for number in range(1, 41):
+        optimizer.zero_grad()
+        factor = {35: 1e6, 37: torch.nan}.get(number, 1.0)
+        (model(torch.ones(8, 4)).square().mean() * factor).backward()
+        optimizer.step()
+    watcher.remove()
+    first, total = [each for each in caplog.messages if "the guard skipped step" in each]
+    assert re.search(r"^wandb_gradwatch: the guard skipped step 35, whose gradients have a norm of \d", first)
+    assert total.startswith("wandb_gradwatch: 2 times in all: the guard skipped step 35,")

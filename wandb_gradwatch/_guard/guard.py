@@ -120,7 +120,7 @@ class SkipGuard(Remembers):
     together, by a small all-reduce per step: call `watch()` on all of them.
 
     A step between samples costs as much as a sample without histogram and parameter norms, plus a dozen operations on
-    scalars. Only the number of skipped steps is logged for it (`gradwatch/num_guarded_steps`).
+    scalars. If it is skipped, it is counted (`gradwatch/num_guarded_steps`), and a message names the first one.
 
     For an optimizer that steps inside the backward, only non-finite gradients are skipped, because the total norm is
     not known there. Steps replayed by a CUDA graph are not guarded.
