@@ -232,6 +232,14 @@ def test_a_custom_module_logs_its_attention():
         assert found[f"attention/0/head_{head}/gate_norm"][0] == pytest.approx(2 * q[:, head].norm().item(), rel=1e-5)
 
 
+def test_without_weights_only_the_statistics_of_heads_are_measured():
+    found = seen(nn.Sequential(SelfAttention(), nn.Linear(8, 1)), [Attention(weights=False)], [torch.randn(2, 5, 8)])
+    names = {key.rpartition("/")[2] for key in found}
+    assert "query_norm" in names
+    assert not any(name.startswith(("entropy", "log")) for name in names)
+    assert Attention(weights=False).brings == ()
+
+
 def test_micro_batches_are_averaged_over_queries_and_autocast_takes_no_digits():
     torch.manual_seed(0)
     model, parts = SelfAttention(), torch.randn(5, 6, 8).split([1, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,5 +188,9 @@ def test_the_page_of_several_runs_compares_the_first_with_each_of_the_others() -
         "loss",
     ]  # the scalars that all runs have
     assert content["settings"] == [["lr", "1", "3", "not set"]]
+    tiny, huge = (changed(run_of(0), "grad_norm_max/b", slice(20, None), factor) for factor in (1e-200, 1e200))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the ratio of their norms is too large for a float
+        assert [pair["alike"] for pair in build_comparison([tiny, huge])[0]["pairs"]] == [False]
     with pytest.raises(ValueError, match="9 runs are too many"):
         build_comparison([run_of(seed) for seed in range(MAX_RUNS + 1)])

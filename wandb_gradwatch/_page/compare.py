@@ -247,7 +247,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
 def _pair(found: Comparison, first: str, second: str, blob: Blob) -> dict[str, Any]:
     width = picture_width(len(found.steps), len(found.names), MAX_CELLS)
     norms = [pool(norm.T, width, keys.LAYER_GRAD_NORM_MAX).T for norm in found.norms]
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = np.where(np.isinf(norms[0]) | np.isinf(norms[1]), np.inf, norms[1] / norms[0])
     ratio[(norms[0] == 0) & np.isfinite(norms[1])] = np.nan
     matrices = {"ratio": ratio, first: norms[0], second: norms[1]}
