@@ -15,6 +15,7 @@ from .._analysis.layers import MIN_WEIGHTS, initial_gains, input_scale, weights_
 from .._measure.columns import Column
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
+from ..snapshot._shapes import select_samples
 from ._base import FIRST_STEPS, FROM_0, MIN_ELEMENTS, Alert, Bounds, PerKindRule, ShippedRule, finding
 
 # S samples, P watched parameters
@@ -53,14 +54,16 @@ class PoorInitialisation(PerKindRule):
         ("max_gain", "min_gain", "max_rms", "max_recurrent_gain", "max_bias"), FROM_0
     )
 
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        early = np.flatnonzero(snapshot.steps <= FIRST_STEPS)
+        return super().check(select_samples(snapshot, early)) if early.size else ()
+
     def check_sample(self, snapshot: Snapshot, sample: Overview, value: float, /) -> Iterable[Alert]:
         # Norms of too few elements mean nothing.
         if self._is_over or not sample.norm > 0 or sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
             return
         self._is_over = True
-        if sample.step > FIRST_STEPS or _was_trained(snapshot, sample.place):
-            return
-        if (found := self._look_at(snapshot, sample.place)) is not None:
+        if not _was_trained(snapshot, sample.place) and (found := self._look_at(snapshot, sample.place)) is not None:
             yield self._alert(sample.step, *found)
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
