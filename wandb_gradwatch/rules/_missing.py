@@ -118,6 +118,9 @@ class NoGradient(ShippedRule):
         A training that goes on to other layers, as from a generator to its discriminator, has lost nothing.
         """
         self._num_samples += 1
+        if not missing_P.any():
+            self._complete = self._num_samples
+            return missing_P
         newest_P, handed_over_P = self._newest.of(names), self._handed_over.of(names)
         np.maximum(newest_P, self._complete, out=newest_P)
         if (self._num_samples - newest_P[~missing_P] > _PHASE).any():
