@@ -88,6 +88,23 @@ def test_the_kinds_of_modules_are_quoted_where_they_are_known():
     assert "the model has Sigmoid layers" in found[0].evidence
 
 
+def test_the_remedies_of_two_possible_causes_do_not_repeat_each_other():
+    """Bytes as inputs: the remedy of a high learning rate already ends with that of a large scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, rules=None)
+    for _ in range(8):
+        inputs = (torch.randn(64, 20) * 60 + 128).clamp(0, 255)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), inputs[:, :3].argmax(1)).backward()
+        optimizer.step()
+    watcher.remove()
+    unclear = [alert.text for alert in sink.alerts if "or a large scale of the inputs" in alert.text]
+    assert unclear
+    assert [text.count("normalise the inputs") for text in unclear] == [1] * len(unclear)
+
+
 def test_a_note_of_the_bad_step_is_quoted():
     found = diagnose(trainings.poisoned_batch(at=60).run(70), notes={60: {"batch_index": 4711}, 61: {"batch_index": 1}})
     assert "at step 60 (noted: batch_index 4711)" in found[0].evidence

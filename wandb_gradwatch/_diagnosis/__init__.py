@@ -143,6 +143,8 @@ def _in_words(fitting: Sequence[Diagnosis]) -> tuple[str, str]:
     second = others[0]
     apart = next((f"; {APART[d.cause]} tells them apart" for d in (first, second) if d.cause in APART), "")
     cause = f"not clear: either {first.cause} ({first.evidence}), or {second.cause} ({second.evidence}){apart}"
+    if second.remedy in first.remedy:
+        return cause, first.remedy
     return cause, f"{first.remedy}; if that changes nothing, {second.remedy}"
 
 

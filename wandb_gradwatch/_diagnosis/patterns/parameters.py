@@ -33,6 +33,7 @@ _FAR_SINCE: Final = 2.0  # factor of the parameters' norm since a learning rate 
 _TOO_SMALL: Final = 0.04  # share of the size that preserves a signal
 _MIN_ELEMENTS: Final = 16  # smaller parameters are scales, which may begin anywhere
 _INITIALISE: Final = "initialise with torch.nn.init.kaiming_normal_ or xavier_uniform_"
+_NORMALISE: Final = "normalise the inputs and the targets, and take the mean in the loss"
 _LATE_RISE: Final = "the data has changed; a run with the learning rate of before tells them apart"
 _NEW_SCALE: Final = (
     "a new scale of the inputs, targets or loss; whether the loss rose before the gradient tells them apart"
@@ -125,7 +126,7 @@ def _or_scale(evidence: Evidence, remedy: str, sample: int, later: str) -> tuple
         is_deep = len(evidence.parameters.gains) >= DEEP
         rival = (_FIRST_DEPTH if is_deep else _FIRST_SCALE) if evidence.first_ratio > 1 else ""
     other = "check the sign of the loss" if rival == _UPHILL else ""
-    other = "normalise the inputs and the targets, take the mean in the loss" if "scale" in rival else other
+    other = _NORMALISE if "scale" in rival else other
     return f"{remedy}; if that changes nothing, {other}" if other else remedy, rival
 
 
@@ -253,9 +254,8 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
         )
         words = f"{evidence.first_gradient}; {evidence.grows_inside}"
         return Diagnosis(INSIDE, rate.confidence + 0.2, words, remedy)
-    remedy = "normalise the inputs and the targets, and take the mean in the loss"
     by = 0.2 if evidence.is_of_large_data else -0.01
-    return Diagnosis(DATA_SCALE, rate.confidence + by, evidence.first_gradient, remedy)
+    return Diagnosis(DATA_SCALE, rate.confidence + by, evidence.first_gradient, _NORMALISE)
 
 
 def loss_multiplied(evidence: Evidence) -> Diagnosis | None:
