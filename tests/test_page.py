@@ -272,6 +272,17 @@ def test_a_file_that_grows_is_read_on_and_gives_what_reading_it_at_once_does(
     assert (grown.times > 1.7e9).all()
 
 
+@pytest.mark.parametrize(("names", "num_hidden"), [(("w", "w"), 2), (("w", "model1/w"), 0)])
+def test_rows_that_a_later_training_in_the_same_run_hides_are_counted(names: tuple[str, str], num_hidden: int) -> None:
+    reading = RunReader(Path("run-folds.wandb"))
+    for fold, name in enumerate(names):  # two folds of a cross-validation, or two models that are watched side by side
+        for step in (10, 20):
+            reading.take_row({"_step": 20 * fold + step, "gradwatch/step": step, f"grad_norm/{name}": 1.0 + fold})
+    hidden = [note for note in reading.history().notes if note.startswith("Rows whose steps later rows repeat")]
+    assert len(hidden) == (num_hidden > 0)
+    assert all(f"are not shown ({num_hidden})" in note for note in hidden)
+
+
 def test_rows_of_a_run_that_is_too_long_are_merged_as_windows_are() -> None:
     columns = RowColumns(max_cells=20)  # 10 rows of 2 keys
     for step in range(1, 101):

@@ -203,6 +203,12 @@ class RowColumns:
             values[key][row_of[: len(found)][known]] = found[known]
         return steps, times, values
 
+    def num_repeated(self, prefix: str) -> int:
+        """Return how many rows repeat the step of an earlier one; counted in the first column with this prefix."""
+        column = next((column for key, column in self._columns.items() if key.startswith(prefix)), ())
+        steps = np.array(self._steps)[: len(column)][~np.isnan(column)]
+        return len(steps) - len(np.unique(steps))
+
     def _merge_neighbours(self) -> None:
         """Halve the number of rows. If it is odd, the last row stays open for the next steps."""
         last = np.minimum(np.arange(1, len(self._steps) + 1, 2), len(self._steps) - 1)

@@ -224,6 +224,11 @@ class RunReader:
             notes.append(f"The file is damaged: corrupt data was skipped in {self._num_damaged} of its blocks.")
         if self._rows.merged > 1:
             notes.append(f"The run is so long that every {self._rows.merged} neighbouring rows were merged into one.")
+        if repeated := self._rows.num_repeated(f"{keys.LAYER_GRAD_NORM}/"):
+            notes.append(
+                f"Rows whose steps later rows repeat are not shown ({repeated}): a training was resumed from an "
+                "earlier step, or several trainings logged to this run; give each training its own W&B run."
+            )
         histograms = self._histograms.series()
         steps, times, values = self._rows.matrix()
         placed, sampled = (np.array(part, dtype=np.float64) for part in self._placed)
