@@ -52,6 +52,16 @@ def test_a_branch_that_is_not_asked_for_any_more_is_told_once_that_is_no_chance(
     assert levels(DeadGradient(), together(samples))[0] == (40, "WARN")
 
 
+@pytest.mark.parametrize(("num_units", "told"), [(2, []), (16, [(10, "WARN")])])
+def test_a_few_limits_that_no_activation_reaches_yet_are_no_dead_units(
+    num_units: int, told: list[tuple[int, str]]
+) -> None:
+    """PACT learns where activations are clipped, from 10 on, which at first none reaches: a number for each layer."""
+    grads = {"0.weight": np.ones(64), "0.bias": np.ones(8), "limit": np.zeros(num_units), "1.weight": np.ones(64)}
+    samples = [sample_of(grads, step=s) for s in range(1, 61)]
+    assert levels(DeadGradient(), together(samples))[:1] == told
+
+
 @pytest.mark.parametrize(("lost", "told"), [("c", []), ("a", [23])])
 def test_an_expert_that_is_idle_for_a_while_is_not_lost(lost: str, told: list[int]) -> None:
     """An expert with a load-balancing loss may be idle for 21 samples from step 19 on; a first layer may not."""

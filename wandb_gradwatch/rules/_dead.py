@@ -143,7 +143,7 @@ class DeadGradient(PerKindRule):
             # loss, free bits, a satisfied hinge loss) makes the same zeros, but gives no layer inputs of 0.
             chance_L = np.where(feed_nothing(all_dead_L, empty_L, present_L), chance_L, chance_L ** (1 / ALIKE))
             suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(snapshot, sample, never_L)
-            suddenly_L &= ~(never_L & is_held_up(snapshot, sample))
+            suddenly_L &= ~(never_L & (_are_no_layers(snapshot, sample) | is_held_up(snapshot, sample)))
         return suddenly_L
 
     def _are_the_same(self, snapshot: Snapshot, sample: int, recent: FloatArray) -> npt.NDArray[np.bool_]:
@@ -168,7 +168,7 @@ class DeadGradient(PerKindRule):
         have_died_L &= newest.max(axis=0) < 1.0  # `_have_died` finds whole layers
         have_died_L[-1] = False  # after the last layer comes the loss: its units may be outputs out of use
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
-        is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L
+        is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L & ~_are_no_layers(snapshot, sample)
         return is_told_L
 
     def _by_chance(self, size_L: FloatArray) -> FloatArray:
@@ -234,6 +234,14 @@ class DeadGradient(PerKindRule):
             cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
             remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
+
+
+def _are_no_layers(snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
+    """Whether modules are a few numbers without a weight, as limits of activations that none reaches yet: [L]."""
+    are_weights = ["weight" in name for name in snapshot.names]
+    no_weights_L = np.bincount(modules_of(snapshot.names).of_parameter, are_weights) == 0
+    no_layers_L: npt.NDArray[np.bool_] = no_weights_L & (num_units(snapshot, sample) < _MIN_UNITS)
+    return no_layers_L
 
 
 def _alike(share_NL: FloatArray, size_L: FloatArray) -> npt.NDArray[np.bool_]:
