@@ -1,7 +1,5 @@
 """The arguments of watch() as the watcher gets them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Exceptions that a signal handler raises in the middle of the monitor's code."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """watch(model): check the arguments and build the pipeline from the gradients to W&B."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -29,7 +29,7 @@ _INTRODUCTION = """# How often the alerts are right
 Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_faulty} faulty ones ({num_faults} faults, each in one or several
 healthy trainings), all small: 80 to 400 steps. For each fault, its first step, its layer and its cause are written
 down in `benchmarks/zoo/` (`faults.py`, `unseen.py`, `fresh_faults.py`, `another_faults.py`, `blind_faults.py`, `third_faults.py`,
-`fourth_faults.py`, `fifth_faults.py`).
+`fourth_faults.py`, `fifth_faults.py`, `sixth_faults.py`).
 
 Thresholds may be chosen on one seed of some families only. The figures here come from another seed. Families that are
 not used for choosing thresholds are shown separately: {kept_out}.

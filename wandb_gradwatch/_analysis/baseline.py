@@ -1,7 +1,5 @@
 """The usual range of a norm, by robust mean and standard deviation of log norms; and steady growth over time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

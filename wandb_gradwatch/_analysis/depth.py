@@ -1,7 +1,5 @@
 """Trends of gradient norms over the depth of the model, from the layer nearest the input to the last layer."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The precision forecast: the elements that a gradient would lose in a smaller number format, from its histogram."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_right

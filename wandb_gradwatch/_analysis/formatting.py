@@ -1,7 +1,5 @@
 """The format of alert texts: the fact, the worst layers, the probable cause and the remedy, in this order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Final, TypeVar

@@ -1,7 +1,5 @@
 """Statistics of modules from those of their parameters: norms, dead units, initial gains, the scale of inputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

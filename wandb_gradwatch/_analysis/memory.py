@@ -1,7 +1,5 @@
 """The state that rules keep between samples: numbers by parameter name, and state for each kind of sample."""
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

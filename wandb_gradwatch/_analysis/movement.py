@@ -1,7 +1,5 @@
 """The change of the parameters by each update, estimated from their norms."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

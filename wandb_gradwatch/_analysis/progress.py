@@ -1,7 +1,5 @@
 """Whether a training makes progress: whether its loss has fallen."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

@@ -3,8 +3,6 @@
 If other hooks use the gradients and remove them inside the backward, that backward is the update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Final
 

@@ -1,7 +1,5 @@
 """When to take a sample, when to take a histogram, and when to flush, all counted in optimizer steps."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

@@ -5,8 +5,6 @@ backward are measured again before they are clipped, and the change that follows
 other code is recognised by the gradients that it leaves: see `_measure/change.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 

@@ -12,8 +12,6 @@ An integer key stands for an optimizer, an integer slot for a parameter. The rul
 - Steps inside a backward (an optimizer fused into it) make one sample, closed when that backward ends.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

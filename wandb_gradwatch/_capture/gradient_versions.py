@@ -4,8 +4,6 @@ A gradient that is the same tensor with the same version counter as at the end o
 clipped, unscaled or replaced since. Writes through `.data` are the exception: they leave no trace.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Collection, Iterable, KeysView, Sequence

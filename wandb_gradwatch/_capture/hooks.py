@@ -11,8 +11,6 @@ Post-accumulate-grad hooks are registered only where gradients are needed inside
 parameters: no backward reaches the parameters of FSDP2, which calls these hooks itself once a gradient is in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Collects the loss of a sample. The loss stays on its device and is logged with its sample."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

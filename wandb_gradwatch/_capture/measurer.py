@@ -1,7 +1,5 @@
 """Measures gradients into the open sample, corrected for the loss scale that they have at that moment."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

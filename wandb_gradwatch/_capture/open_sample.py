@@ -1,7 +1,5 @@
 """Measures the open sample: each gradient as the backward left it, and as the optimizer received it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

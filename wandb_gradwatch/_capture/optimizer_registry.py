@@ -1,7 +1,5 @@
 """OptimizerRegistry: which optimizer updates which parameters, learned from the optimizers that step."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -5,8 +5,6 @@ swaps tensors. It holds the model weakly and walks it again whenever the paramet
 replaced and unfrozen parameters.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The parts of the capture, one owner for each piece of state, and the queries that need several parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

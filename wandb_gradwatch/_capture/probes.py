@@ -1,7 +1,5 @@
 """Probe: the interface through which the sampler calls everything in metrics/."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

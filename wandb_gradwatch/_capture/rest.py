@@ -5,8 +5,6 @@ made by a single optimizer (as in a GAN). Anything else ends the rest, such as a
 watched parameters.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from threading import get_ident

@@ -10,8 +10,6 @@
 The SampleClock decides when a sample is complete; the sampler then commits it to the window.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ use, `unscale_` and `step` show the optimizer that it belongs to, and a `step` t
 was skipped. The scale is read as the device tensor that the scaler keeps.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """Decides what is due at the open step (a sample, a histogram, a comparison by value) and when the window is full."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final

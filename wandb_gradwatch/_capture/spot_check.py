@@ -5,8 +5,6 @@ input therefore shows most sudden faults of the whole model. Only gradients on t
 would have to wait for any other device.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

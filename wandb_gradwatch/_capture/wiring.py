@@ -3,8 +3,6 @@
 The faults: parameters that no optimizer holds, an optimizer that holds other tensors, gradients that are never reset.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

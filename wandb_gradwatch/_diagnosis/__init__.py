@@ -1,7 +1,5 @@
 """Diagnosis: finds the probable causes of a symptom, and their remedies. Pure; needs neither torch nor a W&B run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The names of the probable causes, the alerts that each can explain, and the Diagnosis of one cause."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

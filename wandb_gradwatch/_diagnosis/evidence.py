@@ -1,7 +1,5 @@
 """Facts that a history shows, computed once for all patterns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import cached_property

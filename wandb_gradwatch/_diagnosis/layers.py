@@ -1,7 +1,5 @@
 """Facts about the layers in a history: typical norms over the depth, scatter, dead units, kinds of modules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Final

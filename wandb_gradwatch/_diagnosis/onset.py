@@ -1,7 +1,5 @@
 """Finds when a norm left its usual level, and what came first: an update or the gradient, the gradient or the loss."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

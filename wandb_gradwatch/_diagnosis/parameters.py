@@ -1,7 +1,5 @@
 """Facts about the parameters in a history: their size, and how far each update moved them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cached_property

@@ -5,8 +5,6 @@ delay of "as soon as it has arrived" would make the limits, and so the decisions
 differ between runs and ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

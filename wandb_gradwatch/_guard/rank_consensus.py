@@ -1,7 +1,5 @@
 """Sums over the ranks that hold shards of one model, with each element counted once, so that all decide alike."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Final

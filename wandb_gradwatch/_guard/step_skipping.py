@@ -9,8 +9,6 @@ sample over   end_step()    the step's decisions are complete
 later         decide()      the guard learns from them
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ in a row: the sum, the extremes and the norm shrink by the same factor, or the e
 projection or a replaced gradient do neither.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

@@ -11,8 +11,6 @@ column of a present row means that the value is unknown, and every merge with it
 A complex element counts as one element, by its magnitude.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from functools import cache
 from typing import Final

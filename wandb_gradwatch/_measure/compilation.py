@@ -3,8 +3,6 @@
 The other processes then find the result in a cache on disk.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

@@ -5,8 +5,6 @@ Sums run in float32 if no square can overflow or vanish, otherwise in float64. P
 without them. The rows of a tensor's pieces merge.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_left

@@ -7,8 +7,6 @@ numba is an optional extra. The loops are compiled in the background (compilatio
 fail, torch and numpy measure instead (cpu.py), with identical counts and histograms.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import math

@@ -10,8 +10,6 @@ this file imports nothing from the rest of the package and is not split, in spit
 other files (edges of bins, thresholds) are arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 

@@ -3,8 +3,6 @@
 A batch is one piece of a large tensor, or many small tensors, for which a call each would cost more than the reading.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import numpy as np

@@ -8,8 +8,6 @@ The chunks depend only on sizes and dtypes, and are uploaded once per plan. A sa
 only if one changed (AddressTable). The kernels are in cuda.py, the plans in cuda_plan.py.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

@@ -3,8 +3,6 @@
 Addresses are uploaded when they change, without waiting, and never overwritten while a kernel may read them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

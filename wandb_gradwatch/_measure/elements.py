@@ -1,7 +1,5 @@
 """The elements of a tensor of any layout and dtype: a flat real tensor, and a count of implicit zeros."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Final, NamedTuple

@@ -3,8 +3,6 @@
 Integer comparisons are exact for every value, including subnormal numbers in a process that flushes them to zero.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from functools import cache, lru_cache
 from typing import Any, Final

@@ -4,8 +4,6 @@ Accumulates in float64. MPS has no float64: there rows are float32, counts above
 that float32 cannot represent is NaN (unknown).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain

@@ -3,8 +3,6 @@
 A backend is a module with two functions, `measure` and `measure_received`, with the signatures in reference.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import subprocess

@@ -3,8 +3,6 @@
 It favours clarity over speed. The other backends must equal it: counts and histograms exactly, the rest up to rounding.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A thread pool for work divided into pieces, which the calling thread can also finish alone."""
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

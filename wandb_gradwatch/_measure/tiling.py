@@ -5,8 +5,6 @@ filled up with NaN, which is later subtracted from the count of NaN. Lines fold 
 order, so that results are reproducible bit for bit. Index tables are uploaded once per list of sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Decide which findings are sent as alerts: one alert per episode. Rules report a fault at every sample."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

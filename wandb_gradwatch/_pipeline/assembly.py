@@ -1,7 +1,5 @@
 """Assemble a snapshot from samples that have arrived, with the current names of the parameters."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The outputs of the pipeline: sinks, the user's callbacks, the flight recorder's file, the log."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Process samples as they arrive on the host, and write complete windows."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -33,6 +31,9 @@ _UNUSUAL_GROWTH: Final = 3.0  # a norm that grew by this factor is unusual: more
 _KNOWN: Final = 4  # number of samples before one can be unusual
 # A larger norm may overflow in float16 clipping, which then multiplies by 0: zero_grad() was not called.
 _CLIPPED_TO_NOTHING: Final = 65504.0
+
+
+Action = Callable[..., None]
 
 
 @dataclass
@@ -120,7 +121,7 @@ class Pipeline:
         """
         raised: list[CallbackError] = []
 
-        def attempt(action: Callable[..., None], *arguments: Any) -> None:
+        def attempt(action: Action, *arguments: Any) -> None:
             try:
                 action(*arguments)
             except CallbackError as error:

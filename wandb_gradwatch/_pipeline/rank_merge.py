@@ -8,8 +8,6 @@ The probes' sums are merged too. For every sample and kind of sums there is an a
 parameter, and a 1 from each rank that has them. Sums that belong to no parameter are a kind with one row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

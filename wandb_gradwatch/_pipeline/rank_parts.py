@@ -5,8 +5,6 @@ counts the ranks with the same hash. At the first sample, it reads the counts. W
 other rank that watches has called watch(), because the gradient depends on all ranks. No rank waits.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ ranks of these groups form groups again, and so on up to a single group:
 Neighbouring ranks are usually on the same or on near machines, so most messages travel short distances.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final, NamedTuple

@@ -1,7 +1,5 @@
 """The flight recorder: the last samples of every layer, and the file that preserves them after a crash."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

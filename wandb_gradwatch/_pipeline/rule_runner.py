@@ -1,7 +1,5 @@
 """Run the rules on samples that have arrived, and send their alerts with a diagnosis."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The saved state of a watcher: only numbers, lists and tensors, matched to parameters by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Which samples wait to be judged together: 16 take half of the time, and reach the processor's caches once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from operator import itemgetter

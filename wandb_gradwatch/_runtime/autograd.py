@@ -1,7 +1,5 @@
 """Queries to torch's autograd engine: the current backward, its root, and the thread that trains."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

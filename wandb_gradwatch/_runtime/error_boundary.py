@@ -3,8 +3,6 @@
 This module also excludes hooks and callbacks from compilation, since Dynamo would trace them in a compiled step.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

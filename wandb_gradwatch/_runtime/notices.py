@@ -1,7 +1,5 @@
 """Messages of the capture and the guard: they queue messages here, and the watcher passes them to the dispatcher."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The tensors in what a module returns."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard

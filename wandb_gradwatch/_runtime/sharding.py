@@ -1,7 +1,5 @@
 """Sharded tensors: the local part of a tensor, and whether this rank counts it in the whole."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, cast

@@ -4,8 +4,6 @@ The hooks are registered only while a model is watched. They receive the steps o
 for the optimizers that it follows, once per outermost step.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

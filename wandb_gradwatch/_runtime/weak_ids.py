@@ -1,7 +1,5 @@
 """A weak-key dictionary by identity, because an optimizer that defines __eq__ has no hash."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """Wrappers around models (torch.compile, DDP, FSDP), and hooks that do not prevent copying or pickling a model."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal

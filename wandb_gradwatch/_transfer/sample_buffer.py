@@ -8,8 +8,6 @@
 device_buffer.py contains the memory on a device, transfers.py the transfers to the host.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

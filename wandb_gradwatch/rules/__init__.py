@@ -1,7 +1,5 @@
 """Alerts and the rules that raise them: snapshot in, alerts out. Pure; nothing here needs torch or a W&B run."""
 
-from __future__ import annotations
-
 from ._base import Alert, Rule
 from ._clipping import TightClipping
 from ._dead import DeadGradient

@@ -1,7 +1,5 @@
 """Rule for clipping that leaves almost nothing of the gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final

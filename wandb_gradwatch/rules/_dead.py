@@ -1,7 +1,5 @@
 """Rule for units without a gradient."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Rule for exploding gradients: norms far above what the run has survived, growing steadily, or absurdly large."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

@@ -1,7 +1,5 @@
 """Rules that are made from the user's functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

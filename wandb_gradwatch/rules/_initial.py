@@ -1,7 +1,5 @@
 """Rules for the first samples: the initial weights, and the scale of the inputs."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Rule for the loss: a jump far above its recent level, or a fall below 0."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

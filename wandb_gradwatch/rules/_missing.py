@@ -1,7 +1,5 @@
 """Rule for parameters that get no gradient, and for gradients that are all 0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final

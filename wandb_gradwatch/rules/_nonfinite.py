@@ -1,7 +1,5 @@
 """Rules for NaN and Inf in gradients and in the loss, and for a loss scale that does not settle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Final

@@ -1,7 +1,5 @@
 """Rule for how far updates move the parameters."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Rule for gradients that vanish."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

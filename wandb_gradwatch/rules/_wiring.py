@@ -1,7 +1,5 @@
 """Rules for updates that do not reach the parameters, or that use wrong gradients or a wrong learning rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The device computes sums; this package derives norms, means and ratios from them. It needs neither torch nor a W&B run.
 """
 
-from __future__ import annotations
-
 from . import keys
 from ._snapshot import Snapshot
 

@@ -1,7 +1,5 @@
 """Read-only arrays, arithmetic in which NaN means missing (never 0), and quantiles of histograms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 

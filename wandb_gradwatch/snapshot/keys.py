@@ -5,8 +5,6 @@ gradwatch/<number>                the whole model; with several models in a run 
 <family>/<name>/<metric>          a value measured by watch(metrics=...)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final

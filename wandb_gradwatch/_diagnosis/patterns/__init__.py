@@ -1,7 +1,5 @@
 """Symptom patterns: each function returns one probable cause that the evidence shows, or None."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Patterns in the differences of the norm from layer to layer."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

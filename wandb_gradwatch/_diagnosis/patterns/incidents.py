@@ -1,7 +1,5 @@
 """Patterns of faults at one place: one batch, one rank, one update or one operation."""
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

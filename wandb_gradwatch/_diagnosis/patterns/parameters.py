@@ -1,7 +1,5 @@
 """Patterns in the parameters: their size, and how far each update moves them."""
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

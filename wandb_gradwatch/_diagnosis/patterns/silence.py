@@ -1,7 +1,5 @@
 """Patterns of gradients that are 0, that are missing, or that underflow in float16; and of a loss scale too high."""
 
-from __future__ import annotations
-
 import math
 from typing import Final
 
