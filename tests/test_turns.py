@@ -107,3 +107,22 @@ def test_the_first_sample_of_several_optimizers_has_all_networks_though_gradient
     assert merged is not None
     assert merged.steps.tolist() == [1, 2, 3]
     assert merged.total_grad_norm.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_an_optimizer_may_step_for_the_first_time_after_another_one(every: int) -> None:
+    """Its slots have no owner yet when the other optimizer steps: the sample waits for it until the next backward."""
+    model = nn.ModuleList([Chosen(p=1), Chosen(p=1)])
+    watcher, sink = watch(model, sample_every=1)
+    often, seldom = (SGD(one.parameters(), lr=0.0) for one in model)
+    for step in range(1, 7):
+        often.zero_grad()
+        seldom.zero_grad()
+        sum(3 * one.p.sum() for one in model).backward()
+        often.step()
+        if step % every == 0:
+            seldom.step()
+        assert watcher.step == step or step > every  # from then on, the sample waits for both until the next backward
+    watcher.remove()
+    expected = [math.hypot(3, 3 if step % every == 0 else 0) for step in range(1, 7)]
+    assert sink.merged().total_grad_norm.tolist() == pytest.approx(expected)

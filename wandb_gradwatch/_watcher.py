@@ -72,7 +72,7 @@ class Watcher:
                 self._operation_found,
                 parts.notices.say,
                 always=guarded,
-                open_step=lambda: self.step + 1,
+                open_step=lambda: parts.clock.open_step,
                 boundary=self._boundary,
                 store=rank_store(f"{name}/replay") if world_size() > 1 else None,
             )
@@ -105,7 +105,7 @@ class Watcher:
     @property
     def step(self) -> int:
         """The number of the last finished step."""
-        return self._parts.clock.step
+        return self._parts.clock.last_step
 
     @alone
     def mark_step(self) -> None:

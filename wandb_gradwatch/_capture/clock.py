@@ -7,12 +7,15 @@ An integer key stands for an optimizer, an integer slot for a parameter. The rul
   latest when the next backward begins.
 - A second step of the same optimizer opens a new sample.
 - An optimizer that steps late, without a backward before, joins the last closed sample unless its gradients are new.
-- In the first sample not all owners are known yet: a marked slot without an owner keeps it open. In later samples such
-  a slot delays nothing.
+- In the first samples not all owners are known yet: a marked slot without an owner keeps them open. In later samples
+  such a slot delays nothing.
 - Steps inside a backward (an optimizer fused into it) make one sample, closed when that backward ends.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
+
+_FIRST: Final = 10  # samples in which an optimizer may step for the first time
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,19 @@ class SampleClock:
     # Slots that were marked but not updated when another optimizer stepped: their gradients may be old.
     waited_for: set[int] = field(default_factory=set)
     closed_any: bool = False
+    _num_closed: int = 0
     _orphans: set[int] = field(default_factory=set)  # slots whose optimizer was deleted: a new one may step soon
 
     @property
     def open_step(self) -> int:
         """The number that the open sample will get."""
         return self.step + 1
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step, also of one whose sample only waits for optimizers that are not known."""
+        is_made = self.stepped and self._previous <= self.stepped and self._waiting().isdisjoint(self.owner)
+        return self.step + bool(is_made and not self._inside_backward)
 
     def own(self, optimizer: int, slots: frozenset[int]) -> None:
         """Record which slots an optimizer updates, instead of those recorded before."""
@@ -121,18 +131,24 @@ class SampleClock:
     def take_back(self, num_updates: int) -> None:
         """Undo all `update()` calls so far, which closed no real samples: the open sample is the first again."""
         self.step -= num_updates
-        self.closed_any, self.marked_before = False, frozenset()
+        self.closed_any, self._num_closed, self.marked_before = False, 0, frozenset()
 
     def _is_complete(self) -> bool:
         if not self._previous <= self.stepped:
             return False
-        waiting = self.marked.difference(*map(self.owned.__getitem__, self.stepped))
+        waiting = self._waiting()
         self.waited_for |= waiting
-        return not waiting or (self.closed_any and waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans))
+        if self._num_closed < _FIRST or not waiting:
+            return not waiting
+        return waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans)
+
+    def _waiting(self) -> set[int]:
+        """The marked slots that no optimizer has updated in the open sample."""
+        return self.marked.difference(*map(self.owned.__getitem__, self.stepped))
 
     def update(self) -> Closed:
         """Close the open sample, even if no optimizer has stepped: a backward or the user can make an update too."""
-        self.step += 1
+        self.step, self._num_closed = self.step + 1, self._num_closed + 1
         stepped, marked = frozenset(self.stepped), frozenset(self.marked)
         closed = Closed(self.step, stepped, marked, self._skipped, self._inside_backward)
         self.takes_turns |= bool(self._previous and closed.stepped and self._previous.isdisjoint(closed.stepped))
