@@ -89,7 +89,7 @@ def test_a_layer_that_is_replaced_or_unfrozen_later_is_told_too_where_the_optimi
         assert run(model, advance, steps=30) == told, change
 
 
-def test_parameters_that_a_later_optimizer_or_the_user_updates_are_in_good_hands() -> None:
+def test_parameters_that_a_later_optimizer_updates_are_in_good_hands() -> None:
     model = net()
     first, second = SGD(model[0].parameters(), lr=0.01), SGD(model[2].parameters(), lr=0.01)
 
@@ -99,6 +99,11 @@ def test_parameters_that_a_later_optimizer_or_the_user_updates_are_in_good_hands
         (second if number % 5 == 0 else first).step()
 
     assert run(model, in_turn) == []
+
+
+@pytest.mark.parametrize("without_a_trace", [False, True])
+def test_parameters_that_the_user_updates_are_in_good_hands(without_a_trace: bool) -> None:
+    """A write through `.data`, as GaLore's, does not change the parameter's version."""
     by_hand = net()
     optimizer = SGD(by_hand[0].parameters(), lr=0.01)
 
@@ -108,7 +113,8 @@ def test_parameters_that_a_later_optimizer_or_the_user_updates_are_in_good_hands
         optimizer.step()
         with torch.no_grad():
             for parameter in by_hand[2].parameters():
-                parameter -= 0.01 * parameter.grad
+                written = parameter.data if without_a_trace else parameter
+                written -= 0.01 * parameter.grad
 
     assert run(by_hand, partly_by_hand) == []
 

@@ -38,6 +38,7 @@ _SETTINGS: Final[dict[str, tuple[Callable[[Any], bool], str, str]]] = {
     "momentum": (lambda factor: factor >= 1, _GROWS, "set momentum below 1, such as 0.9"),
     "betas": (lambda factor: factor >= 1, _GROWS, "set betas below 1, such as 0.9"),
 }
+_WITNESSED: Final = 64  # number of elements of a parameter that show whether it is updated
 _WITNESSES: Final = 5  # number of an optimizer's smallest parameters whose gradients are checked for all
 
 
@@ -68,6 +69,7 @@ class Wiring:
         self._carried: dict[int, _Carried] = {}  # by the optimizer's key
         self._first_versions: dict[int, int] | None = None  # slot -> version of the parameter after the very first step
         self._unowned: dict[int, int] = {}  # slot with a gradient but no optimizer -> version, until it is reported
+        self._values: dict[int, Tensor] = {}  # some elements of the parameters at these slots
         self._samples_to_wait = 0  # until the slots in `_unowned` are reported
         self._known_unowned: frozenset[int] = frozenset()
         self._marked_before: frozenset[int] = frozenset()
@@ -168,6 +170,7 @@ class Wiring:
             at = first or self._parameter_registry.versions()
             here = {slot for slot, p in self._parameter_registry.scan() if id(p) not in held}
             self._unowned = {slot: at[slot] for slot in here & unowned & at.keys()}
+            self._values = self._some_values()
             # A sample may close before or after an update by hand: three samples contain one whole iteration.
             self._samples_to_wait = 1 if first else 2
         elif self._unowned:
@@ -176,10 +179,18 @@ class Wiring:
                 return
             # A parameter that was written to is updated otherwise: by a codebook's average, or an optimizer's wrapper.
             names = self._parameter_registry.names
-            for slot, version in self._parameter_registry.versions().items():
-                if self._unowned.get(slot) == version:
-                    self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
-            self._unowned = {}
+            versions = self._parameter_registry.versions()
+            for slot, now in self._some_values().items():
+                before = self._values[slot]
+                is_alike = (now.shape, now.device) == (before.shape, before.device)
+                if is_alike and self._unowned[slot] == versions[slot]:  # a write through `.data` shows in values only
+                    self._facts[keys.WIRING_UNOWNED + names[slot]] = (now == before).all()
+            self._unowned, self._values = {}, {}
+
+    def _some_values(self) -> dict[int, Tensor]:
+        """Return a copy of some elements of each parameter without an owner, by slot: [at most 64] on its device."""
+        entries = [(slot, local_part(p)) for slot, p in self._parameter_registry.scan() if slot in self._unowned]
+        return {slot: elements_of(one)[0][:_WITNESSED].clone() for slot, one in entries}
 
     def nothing_was_seen(self) -> None:
         """Send a message if parameters are written to although neither a step nor a gradient was seen."""
