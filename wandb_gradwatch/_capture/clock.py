@@ -7,15 +7,15 @@ An integer key stands for an optimizer, an integer slot for a parameter. The rul
   latest when the next backward begins.
 - A second step of the same optimizer opens a new sample.
 - An optimizer that steps late, without a backward before, joins the last closed sample unless its gradients are new.
-- In the first samples not all owners are known yet: a marked slot without an owner keeps them open. In later samples
-  such a slot delays nothing.
+- In the first sample not all owners are known yet: a marked slot without an owner keeps it open. In later samples such
+  a slot delays nothing; in the first ten, only if it is expected that an optimizer will step it.
 - Steps inside a backward (an optimizer fused into it) make one sample, closed when that backward ends.
 """
 
 from dataclasses import dataclass, field
 from typing import Final
 
-_FIRST: Final = 10  # samples in which an optimizer may step for the first time
+_FIRST: Final = 10  # number of samples that wait for optimizers that have not stepped yet
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class SampleClock:
     waited_for: set[int] = field(default_factory=set)
     closed_any: bool = False
     _num_closed: int = 0
+    expected: frozenset[int] = frozenset()  # slots of optimizers that exist, but have not stepped yet
     _orphans: set[int] = field(default_factory=set)  # slots whose optimizer was deleted: a new one may step soon
 
     @property
@@ -138,9 +139,10 @@ class SampleClock:
             return False
         waiting = self._waiting()
         self.waited_for |= waiting
-        if self._num_closed < _FIRST or not waiting:
+        if not self.closed_any or not waiting:
             return not waiting
-        return waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans)
+        expected = self.expected if self._num_closed < _FIRST else ()
+        return all(map(waiting.isdisjoint, (self.owner, self._orphans, expected)))
 
     def _waiting(self) -> set[int]:
         """The marked slots that no optimizer has updated in the open sample."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .._measure.elements import elements_of, onto
@@ -19,7 +20,7 @@ from .._runtime.notices import Notice, Notices
 from .._runtime.sharding import local_part
 from .._runtime.steps import parameters_of
 from ..snapshot import keys
-from .gradient_versions import REPLACED, GradientVersions
+from .gradient_versions import REPLACED, GradientVersions, version_of
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 
@@ -38,8 +39,12 @@ _SETTINGS: Final[dict[str, tuple[Callable[[Any], bool], str, str]]] = {
     "momentum": (lambda factor: factor >= 1, _GROWS, "set momentum below 1, such as 0.9"),
     "betas": (lambda factor: factor >= 1, _GROWS, "set betas below 1, such as 0.9"),
 }
-_WITNESSED: Final = 64  # number of elements of a parameter that show whether it is updated
+_WITNESSED: Final = 64  # number of elements of a parameter in its state
 _WITNESSES: Final = 5  # number of an optimizer's smallest parameters whose gradients are checked for all
+
+
+# slot -> the parameter's version, and some of its elements: a write through `.data` changes these alone
+_States = dict[int, tuple[int, Tensor]]
 
 
 @dataclass
@@ -67,9 +72,8 @@ class Wiring:
         self._optimizer_registry = optimizer_registry
         self._notices = notices
         self._carried: dict[int, _Carried] = {}  # by the optimizer's key
-        self._first_versions: dict[int, int] | None = None  # slot -> version of the parameter after the very first step
-        self._unowned: dict[int, int] = {}  # slot with a gradient but no optimizer -> version, until it is reported
-        self._values: dict[int, Tensor] = {}  # some elements of the parameters at these slots
+        self._first_states: _States | None = None  # of all parameters after the very first step
+        self._unowned: _States = {}  # of those with a gradient but no optimizer, until they are reported
         self._samples_to_wait = 0  # until the slots in `_unowned` are reported
         self._known_unowned: frozenset[int] = frozenset()
         self._marked_before: frozenset[int] = frozenset()
@@ -87,8 +91,8 @@ class Wiring:
 
     def stepped(self, optimizer: Optimizer, key: int, step: int) -> None:
         """An optimizer has stepped: remember its gradients, which should be reset before a backward adds to them."""
-        if self._first_versions is None:
-            self._first_versions = self._parameter_registry.versions()
+        if self._first_states is None:
+            self._first_states = self._states()
         carried = self._carried.get(key) or self._carried.setdefault(key, _Carried())
         carried.num_steps += 1
         if carried.num_steps == 1:
@@ -163,14 +167,14 @@ class Wiring:
         """Look for parameters that got a gradient in the closed sample but that no optimizer holds or updates."""
         self._look_for_frozen(marked)
         unowned = marked - owner.keys()
-        first, self._first_versions = self._first_versions, {}
+        first, self._first_states = self._first_states, {}
         if unowned and unowned != self._known_unowned:  # checked again only when the set of such parameters changes
             self._known_unowned = unowned
             held = _held_by_any_optimizer()
-            at = first or self._parameter_registry.versions()
-            here = {slot for slot, p in self._parameter_registry.scan() if id(p) not in held}
-            self._unowned = {slot: at[slot] for slot in here & unowned & at.keys()}
-            self._values = self._some_values()
+            at = first or self._states()
+            here = {slot: id(p) in held for slot, p in self._parameter_registry.scan() if slot in unowned}
+            self._optimizer_registry.expect(slot for slot, is_held in here.items() if is_held)
+            self._unowned = {slot: at[slot] for slot, is_held in here.items() if not is_held and slot in at}
             # A sample may close before or after an update by hand: three samples contain one whole iteration.
             self._samples_to_wait = 1 if first else 2
         elif self._unowned:
@@ -179,18 +183,16 @@ class Wiring:
                 return
             # A parameter that was written to is updated otherwise: by a codebook's average, or an optimizer's wrapper.
             names = self._parameter_registry.names
-            versions = self._parameter_registry.versions()
-            for slot, now in self._some_values().items():
-                before = self._values[slot]
-                is_alike = (now.shape, now.device) == (before.shape, before.device)
-                if is_alike and self._unowned[slot] == versions[slot]:  # a write through `.data` shows in values only
-                    self._facts[keys.WIRING_UNOWNED + names[slot]] = (now == before).all()
-            self._unowned, self._values = {}, {}
+            for slot, (version, values) in self._states().items():
+                before, values_before = self._unowned.get(slot, (-1, values))
+                if before == version and (values.shape, values.device) == (values_before.shape, values_before.device):
+                    self._facts[keys.WIRING_UNOWNED + names[slot]] = (values == values_before).all()
+            self._unowned = {}
 
-    def _some_values(self) -> dict[int, Tensor]:
-        """Return a copy of some elements of each parameter without an owner, by slot: [at most 64] on its device."""
-        entries = [(slot, local_part(p)) for slot, p in self._parameter_registry.scan() if slot in self._unowned]
-        return {slot: elements_of(one)[0][:_WITNESSED].clone() for slot, one in entries}
+    def _states(self) -> _States:
+        """Return the state of each parameter by slot."""
+        entries = [entry for entry in self._parameter_registry.scan() if not is_lazy(entry[1])]
+        return {slot: (version_of(p), elements_of(local_part(p))[0][:_WITNESSED].clone()) for slot, p in entries}
 
     def nothing_was_seen(self) -> None:
         """Send a message if parameters are written to although neither a step nor a gradient was seen."""
