@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from . import changes as do
 from .faults import Fault
+from .fifth_faults import _all_biases as filled
 from .fifth_faults import _average_put_back as average_put_back
 from .fifth_faults import _gradients_times as gradients_times
 from .fifth_faults import _noised as noised
@@ -44,18 +45,6 @@ def _without(*layers: str) -> do.Change:
     def change(loop: Loop, layer: str) -> None:
         group = loop.optimizers[0].param_groups[0]
         group["params"] = [p for name, p in loop.model.named_parameters() if not name.startswith(layers)]
-
-    return change
-
-
-def _set(names: str, value: float) -> do.Change:
-    """Fill all parameters whose name ends so."""
-
-    @torch.no_grad()
-    def change(loop: Loop, layer: str) -> None:
-        for name, parameter in loop.model.named_parameters():
-            if name.endswith(names):
-                parameter.fill_(value)
 
     return change
 
@@ -280,7 +269,7 @@ def _every(hook: object, every: int, first: int) -> do.Change:
 _FAULTS: list[tuple[str, str, str, do.Change, int, str, tuple[str, ...]]] = [
     ("an empty text: a mean over nothing at step 40", OPINIONS, "", do.inputs(_padded, 40, 41), 40, "invalid operation", ("loss or inputs", "bad batch")),
     ("a rate of 3, for 3e-3", OPINIONS, "", do.learning_rate(1000.0), 1, "learning rate", ()),
-    ("the words' vectors begin at 0, and the first layer too", OPINIONS, "words", do.chain(_set("words.weight", 0.0), _set("rest.0.weight", 0.0)), 1, "symmetry", ("initialisation", "dead units")),
+    ("the words' vectors begin at 0, and the first layer too", OPINIONS, "words", do.chain(filled(0.0, "words.weight"), filled(0.0, "rest.0.weight")), 1, "symmetry", ("initialisation", "dead units")),
     ("a decay of 3 inside Adam", OPINIONS, "", do.groups(weight_decay=3.0), 1, "decay", ()),
     ("a file sorted by label, 40 batches of each", OPINIONS, "", _sorted(40), 1, "data change", ("bad batch",)),
     ("a moving average of 0.001 is put back every 25 steps", OPINIONS, "", average_put_back(0.001, 25), 25, "undone", ()),

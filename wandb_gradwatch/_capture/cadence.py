@@ -103,7 +103,7 @@ class Budget:
     again. As it may be the first of many, the next sample waits until that cost is earned, but at most 1,000 steps.
 
     Args:
-        max_overhead: the monitor's seconds per second of training, 0.01.
+        max_overhead: the monitor's seconds per second of training, such as 0.01.
 
     Raises:
         ValueError: max_overhead is not between 0 and 1.

@@ -49,8 +49,7 @@ class SampleClock:
     marked_before: frozenset[int] = frozenset()  # the slots marked in the previous sample
     # Slots that were marked but not updated when another optimizer stepped: their gradients may be old.
     waited_for: set[int] = field(default_factory=set)
-    closed_any: bool = False
-    _num_closed: int = 0
+    num_closed: int = 0  # number of samples closed since the capture began
     expected: frozenset[int] = frozenset()  # slots of optimizers that exist, but have not stepped yet
     _orphans: set[int] = field(default_factory=set)  # slots whose optimizer was deleted: a new one may step soon
 
@@ -102,7 +101,7 @@ class SampleClock:
     def is_late(self, optimizer: int) -> bool:
         """Whether this optimizer, which had no part in the last closed sample, steps without a backward since then."""
         is_fresh = not self.stepped and not self.marked and not self.backwards
-        return is_fresh and self.closed_any and optimizer not in self._previous
+        return is_fresh and self.num_closed > 0 and optimizer not in self._previous
 
     def join(self, optimizer: int) -> None:
         """Add a late optimizer to those of the last closed sample."""
@@ -132,16 +131,16 @@ class SampleClock:
     def take_back(self, num_updates: int) -> None:
         """Undo all `update()` calls so far, which closed no real samples: the open sample is the first again."""
         self.step -= num_updates
-        self.closed_any, self._num_closed, self.marked_before = False, 0, frozenset()
+        self.num_closed, self.marked_before = 0, frozenset()
 
     def _is_complete(self) -> bool:
         if not self._previous <= self.stepped:
             return False
         waiting = self._waiting()
         self.waited_for |= waiting
-        if not self.closed_any or not waiting:
+        if not self.num_closed or not waiting:
             return not waiting
-        expected = self.expected if self._num_closed < _FIRST else ()
+        expected = self.expected if self.num_closed < _FIRST else ()
         return all(map(waiting.isdisjoint, (self.owner, self._orphans, expected)))
 
     def _waiting(self) -> set[int]:
@@ -150,11 +149,11 @@ class SampleClock:
 
     def update(self) -> Closed:
         """Close the open sample, even if no optimizer has stepped: a backward or the user can make an update too."""
-        self.step, self._num_closed = self.step + 1, self._num_closed + 1
+        self.step, self.num_closed = self.step + 1, self.num_closed + 1
         stepped, marked = frozenset(self.stepped), frozenset(self.marked)
         closed = Closed(self.step, stepped, marked, self._skipped, self._inside_backward)
         self.takes_turns |= bool(self._previous and closed.stepped and self._previous.isdisjoint(closed.stepped))
-        self._previous, self.marked_before, self.closed_any = closed.stepped, closed.marked, True
+        self._previous, self.marked_before = closed.stepped, closed.marked
         self.stepped, self._inside_backward, self._skipped = set(), False, False
         self.discard()
         return closed

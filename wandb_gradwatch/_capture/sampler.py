@@ -224,7 +224,7 @@ class Sampler(Listener):
             if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
                 self._joining = key
                 return
-        if not self._clock.closed_any and not self._clock.backwards and not inside_backward:
+        if not self._clock.num_closed and not self._clock.backwards and not inside_backward:
             entries = self.parts.follow()  # watch() was called between the backward and the step
             self._sample.mark_present(entries)
             if not self.parts.is_measured:  # a measured step must not take them for what a backward has left
@@ -355,7 +355,7 @@ class Sampler(Listener):
         parts, last, step = self.parts, self._schedule.last_sample, self._clock.step
         if parts.shards.any or parts.thread.is_another:  # the other thread may be freeing their memory
             return
-        if not (self._clock.closed_any or self._clock.marked):
+        if not (self._clock.num_closed or self._clock.marked):
             parts.wiring.nothing_was_seen()
         if last < step and (broken := slots_that_are_broken(parts.registry.scan())):
             parts.wiring.parameters_are_broken(broken, last, step)

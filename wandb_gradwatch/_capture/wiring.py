@@ -39,7 +39,7 @@ _SETTINGS: Final[dict[str, tuple[Callable[[Any], bool], str, str]]] = {
     "momentum": (lambda factor: factor >= 1, _GROWS, "set momentum below 1, such as 0.9"),
     "betas": (lambda factor: factor >= 1, _GROWS, "set betas below 1, such as 0.9"),
 }
-_WITNESSED: Final = 64  # number of elements of a parameter in its state
+_NUM_VALUES: Final = 64  # number of elements of a parameter in its state
 _WITNESSES: Final = 5  # number of an optimizer's smallest parameters whose gradients are checked for all
 
 
@@ -192,7 +192,7 @@ class Wiring:
     def _states(self) -> _States:
         """Return the state of each parameter by slot."""
         entries = [entry for entry in self._parameter_registry.scan() if not is_lazy(entry[1])]
-        return {slot: (version_of(p), elements_of(local_part(p))[0][:_WITNESSED].clone()) for slot, p in entries}
+        return {slot: (version_of(p), elements_of(local_part(p))[0][:_NUM_VALUES].clone()) for slot, p in entries}
 
     def nothing_was_seen(self) -> None:
         """Send a message if parameters are written to although neither a step nor a gradient was seen."""

@@ -52,10 +52,8 @@ def measure(
     rows_NC[:, RECEIVED_COLUMNS] = rows_NC[:, AS_LEFT]
     rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
     if parameters is not None:
-        rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = (
-            others_N3[:, 0],
-            others_N3[:, 1] + others_N3[:, 2],
-        )
+        rows_NC[:, Column.PARAM_SUM_SQ] = others_N3[:, 0]
+        rows_NC[:, Column.PARAM_NUM_NONFINITE] = others_N3[:, 1] + others_N3[:, 2]
     return of_gradients(rows_NC, histogram_NB, num_implicit_zeros, exponent)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -139,7 +140,7 @@ class ShippedRule(Remembers):
 
 
 @dataclass(kw_only=True)
-class PerKindRule(ShippedRule):
+class PerKindRule(ShippedRule, ABC):
     """Base of rules that compare a sample with earlier ones of mostly the same parameters, as of a GAN's critic only.
 
     Each kind of samples has a rule with the same limits and a state of its own.
@@ -161,9 +162,9 @@ class PerKindRule(ShippedRule):
         """Return what `check_sample` needs to know of each sample: its metric, NaN where that was not measured."""
         return values_of(snapshot, self.metric)
 
+    @abstractmethod
     def check_sample(self, snapshot: Snapshot, sample: Overview, value: Any, /) -> Iterable[Alert]:
         """Check the next sample of this kind."""
-        raise NotImplementedError
 
 
 @runtime_checkable
