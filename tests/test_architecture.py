@@ -57,6 +57,7 @@ MAY_IMPORT[""] = _BELOW_WATCH | {"_watch"}
 for _top in ("integrations", "_demo", "_doctor", "_cli"):
     MAY_IMPORT[_top] = _BELOW_WATCH | {"_watch", "_watcher", ""}
 MAY_IMPORT["_cli"] |= {"_demo", "_doctor"}
+MAY_IMPORT["__main__"] = {"_cli"}
 
 WITHOUT_TORCH = (
     "snapshot", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_output",

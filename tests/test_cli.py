@@ -145,7 +145,7 @@ def test_an_error_of_our_own_keeps_its_traceback_and_ctrl_c_ends_with_130(
 def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    program = [sys.executable, "-m", "wandb_gradwatch._cli", "doctor", "--no-measure", "--json"]
+    program = [sys.executable, "-m", "wandb_gradwatch", "doctor", "--no-measure", "--json"]
     result = subprocess.run(program, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=600)
     os.close(writer)
     assert result.stderr == ""

@@ -427,6 +427,14 @@ def test_several_numbers_under_one_key_never_shift_the_values_of_other_keys(said
     assert len([text for text in said() if "Vector" in text and "failed and is dropped" in text]) == 1
 
 
+def test_two_metrics_that_log_one_key_are_named_once_and_the_later_value_is_kept(said):
+    model, few, many = nn.Linear(2, 2), Activations(dead_threshold=0.0), Activations(dead_threshold=9.0)
+    watcher, sink = watch(model, [few, many])
+    train(model, [torch.ones(1, 2)] * 2)
+    assert values(watcher, sink)["activation/root/dead_ratio"].tolist() == [1, 1]
+    assert len([text for text in said() if "two of metrics= log 'activation/root/dead_ratio'" in text]) == 1
+
+
 @pytest.mark.parametrize("probe", [Activations, Updates])
 def test_a_probe_that_still_measures_another_model_raises_a_warning(probe, said):
     first, second, shared = nn.Linear(2, 2), nn.Linear(2, 2), [probe()]

@@ -79,6 +79,18 @@ def test_layers_with_equal_numbers_of_experts_are_pooled() -> None:
     assert found["router/gates.0/dead_experts"][0] == found["router/gates.1/dead_experts"][0] == 2
 
 
+def test_each_of_several_routers_pools_its_own_layers() -> None:
+    model = Mixture(4)
+    watcher, sink = watch(model, [Router(r"gates\.[01]"), Router(r"gates\.[23]", top_k=2)])
+    logits = torch.tensor([[9.0, 1.0, 0.0]])
+    model([logits] * 4).backward()
+    watcher.mark_step()
+    found = values(watcher, sink)
+    # All tokens go to one of three experts: 3 times its equal share; to two of three: 1.5 times.
+    assert found[f"router/{POOLED}/load_max_ratio"][0] == 3
+    assert found[f"router/{POOLED}_2/load_max_ratio"][0] == 1.5
+
+
 def test_with_too_many_experts_single_experts_are_logged_only_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wandb_gradwatch.metrics._activations.MAX_EXPERT_KEYS", 5)
     found, _ = routed([[[[[1.0, 0, 0]], [[1.0, 0, 0]]]]], num_layers=2)

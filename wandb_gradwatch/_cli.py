@@ -224,7 +224,3 @@ def doctor(context: click.Context, parameters: int, no_measure: bool, json: bool
     from ._doctor import run_doctor
 
     context.exit(run_doctor(None if no_measure else parameters, json=json))
-
-
-if __name__ == "__main__":
-    main()

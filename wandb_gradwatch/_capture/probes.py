@@ -105,6 +105,7 @@ class Probes:
             id(probe): f"{kind}.{kinds[:place].count(kind)}"
             for place, (probe, kind) in enumerate(zip(self.active, kinds, strict=True))
         }
+        self._has_said_twice = False  # that two probes measure the same key
         self._seconds_of_dropped = 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)  # repr(probe) -> seconds in its methods
         # Includes probes dropped later: if one rank drops a probe, all ranks must still merge.
@@ -137,8 +138,20 @@ class Probes:
         if loss is not None:
             one = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
             self._each(lambda probe: probe.loss_known(one))
-        self._each(lambda probe: found.update(_checked(probe.take())))
+        self._each(lambda probe: self._add(probe, found))
         return found
+
+    def _add(self, probe: Probe, found: dict[str, Found]) -> None:
+        taken = _checked(probe.take())
+        if not self._has_said_twice and (twice := found.keys() & taken.keys()):
+            self._has_said_twice = True
+            logger.warning(
+                "wandb_gradwatch: two of metrics= log %r, and only the value of the later one, %r, is kept. Choose "
+                "different names with their match=, or leave one of them out.",
+                min(twice),
+                probe,
+            )
+        found.update(taken)
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> dict[str, float]:
         found: dict[str, float] = {}

@@ -152,7 +152,8 @@ MAX_EXPERT_KEYS: Final = 2000  # over all layers; with more, single experts are 
 
 class Router(ForwardProbe):
     """Load of the experts, dead experts and the router's entropy, logged as `router/<module>/...` and, if several
-    layers have the same number of experts, pooled as `router/all_layers/...`.
+    layers have the same number of experts, pooled as `router/all_layers/...`; a second Router of the same `watch()`
+    pools its layers as `router/all_layers_2/...`, and so on.
 
     A router is a module whose output, or the first floating-point tensor in it, has one logit per token and expert:
     [..., E]. A token goes to the experts with its `top_k` largest logits. The numbers cover all tokens of a sample,
@@ -180,6 +181,7 @@ class Router(ForwardProbe):
     """
 
     logs, brings = frozenset({(keys.ROUTER, keys.DEAD_EXPERTS)}), (DeadExperts,)
+    pooled = POOLED  # in place of a module's name; watch() gives each further Router another one
 
     def __init__(self, match: ModuleFilter, *, top_k: int = 1) -> None:
         super().__init__(match)
@@ -205,10 +207,10 @@ class Router(ForwardProbe):
         layers = self._sums.take()
         num_experts = [len(loads) - 2 for loads in layers.values()]
         if len(layers) > 1 and len(set(num_experts)) == 1:
-            layers[POOLED] = functools.reduce(add_on_device, layers.values())
+            layers[self.pooled] = functools.reduce(add_on_device, layers.values())
         taken: dict[str, Found] = {}
         for name, loads in layers.items():
-            in_detail = name == POOLED or sum(num_experts) <= MAX_EXPERT_KEYS
+            in_detail = name == self.pooled or sum(num_experts) <= MAX_EXPERT_KEYS
             taken |= self._numbers(name, loads, in_detail=in_detail)
         return taken
 

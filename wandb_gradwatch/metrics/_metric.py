@@ -17,9 +17,11 @@ from .._runtime.outputs import is_measurable
 from .._runtime.sharding import local_part
 from ..rules import Rule
 from ..snapshot import keys
+from ._activations import Router
 from ._forward_hooks import AttentionCall, Match, ModuleIndex, hands_over, logger
 from ._module_probe import ForwardProbe, ModuleProbe, SubjectProbe
 from ._rows import Dims, Store, labelled, slices, tensor_name, tensors_in, widened
+from ._rules import POOLED
 
 # K labels (one without named dimensions), E elements of each
 
@@ -182,6 +184,8 @@ def probes_of(
                     f"metrics: {metrics[first]} and {metric} would both log under {family}/<name>/{name}; give one of "
                     "them another name, or leave it out"
                 )
+    for number, router in enumerate((probe for probe in probes if isinstance(probe, Router)), start=1):
+        router.pooled = POOLED if number == 1 else f"{POOLED}_{number}"
     for probe in probes:
         probe.move_to(bound)
     return list(probes)

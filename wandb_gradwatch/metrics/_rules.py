@@ -211,7 +211,7 @@ class DeadExperts(_MetricRule):
     remedy = "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate"
 
     def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
-        return {name: num_S for name, num_S in super()._series(snapshot).items() if name != POOLED}
+        return {name: num_S for name, num_S in super()._series(snapshot).items() if not name.startswith(POOLED)}
 
     def _judge(self, name: str, value: float, step: int) -> str | None:
         self._past[name] = self._past.get(name, 0) + 1 if value else 0
