@@ -333,16 +333,16 @@ class Watcher:
             self._dispatcher.close()
 
     def _collect_some(self) -> None:
-        """Deliver what has arrived; the rules may judge it later, together with the next samples."""
-        if self._pipeline.has_work(judge=False) or self._parts.notices or self._found:
-            self._collect(judge=False)
+        """Deliver what has arrived, unless nothing is notable: then it may wait for the next samples."""
+        if self._parts.notices or self._found or self._parts.by_hand.withholds or self._pipeline.receive():
+            self._collect()
 
-    def _collect(self, *, judge: bool = True) -> None:
+    def _collect(self) -> None:
         """Deliver what has arrived, unless it may later turn out not to be samples."""
         if self._parts.by_hand.withholds and not self._removed:
             self._say()
         elif not self._removed:
-            self._deliver(judge=judge)
+            self._deliver()
 
     def _say(self) -> None:
         while self._parts.notices:
@@ -358,7 +358,7 @@ class Watcher:
             text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
-    def _deliver(self, *, wait: bool = False, judge: bool = True) -> None:
+    def _deliver(self, *, wait: bool = False) -> None:
         if self._parts.notices:
             self._say()
         is_new, self._is_new = self._is_new, False
@@ -369,12 +369,12 @@ class Watcher:
             return
         while self._found:
             self._dispatcher.send(self._found.pop(0))
-        if self._pipeline.has_work(judge=judge) and not self._boundary.in_forked_child:
+        if self._pipeline.has_work and not self._boundary.in_forked_child:
             schedule, on_rows = self._parts.schedule, self._dispatcher.pop_seconds()
             self._boundary.seconds_spent += on_rows
             schedule.seconds_on_rows += on_rows
             try:
-                self._pipeline.deliver(wait=wait, judge=judge)
+                self._pipeline.deliver(wait=wait)
             finally:  # on_alert may have raised
                 news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()
                 if titles:

@@ -16,14 +16,14 @@ from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import world_size
-from .._transfer.transfers import ArrivedFlush, ArrivedSample
+from .._transfer.transfers import ArrivedFlush, ArrivedSample, Names
 from ..snapshot import Snapshot, keys
 from .assembly import NO_HISTOGRAM, padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
 from .rank_merge import RankMerger, RankWindow
 from .rank_parts import RankParts, WholeModel
 from .rule_runner import RuleRunner
-from .unjudged import Unjudged
+from .waiting import WaitingSamples, totals
 
 # P watched parameters, C columns
 
@@ -75,8 +75,9 @@ class Pipeline:
         self._rank_parts = RankParts(parts.registry, name) if world_size() > 1 else None  # until the first sample
         self._whole: WholeModel | None = None  # set if ranks have different parameters
         self._probes = parts.probes
-        self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
-        self.unjudged = Unjudged()
+        self._arrived: deque[tuple[ArrivedSample | ArrivedFlush, Names]] = deque()  # with the names at that time
+        self.waiting = WaitingSamples()
+        self._unjudged: list[ArrivedSample] = []
         self._known = self._names()  # the names of the unjudged samples
         self._reducer: RankMerger | None = None
         self._merges = True
@@ -85,9 +86,26 @@ class Pipeline:
         self._sums_sq: deque[float] = deque(maxlen=16)  # squared norms of the last samples
         self._news = News()
 
-    def has_work(self, *, judge: bool) -> bool:
-        """Whether samples or windows may have arrived, or, with `judge`, samples wait for the rules."""
-        return bool(self._source.sent or self._arrived or self._reducer or (judge and self.unjudged.samples))
+    @property
+    def has_work(self) -> bool:
+        """Whether samples wait, or samples or windows may have arrived."""
+        return bool(self._source.sent or self._arrived or self._reducer)
+
+    def receive(self, *, wait: bool = False) -> bool:
+        """Receive what has arrived; with `wait`, all that was sent. Returns whether it must be delivered now.
+
+        Samples may wait for the next ones if the user has chosen to measure every step and nothing is notable.
+        """
+        schedule, is_due = self._parts.schedule, self._reducer is not None
+        for arrived in self._source.poll(wait=wait):
+            self._arrived.append((arrived, self._names()))
+            is_due |= isinstance(arrived, ArrivedFlush) or not (
+                self.waiting.add(arrived, now=time.perf_counter())
+                and schedule.is_sampled
+                and not (schedule.is_open_ended or self._parts.guard is not None or self._parts.merges_ranks)
+                and not (arrived.changed_without_a_trace and schedule.trusts_versions)
+            )
+        return is_due
 
     @property
     def newest(self) -> Snapshot | None:
@@ -111,10 +129,8 @@ class Pipeline:
         news, self._news = self._news, News()
         return news
 
-    def deliver(self, *, wait: bool = False, judge: bool = True) -> None:
+    def deliver(self, *, wait: bool = False) -> None:
         """Process the samples and windows that have arrived; with `wait`, all that were sent.
-
-        Without `judge`, samples of which nothing is notable may wait until the rules judge several together.
 
         Raises:
             CallbackError: a user's callback raised; all samples and windows were processed nevertheless.
@@ -127,15 +143,14 @@ class Pipeline:
             except CallbackError as error:
                 raised.append(error)
 
-        self._arrived.extend(self._source.poll(wait=wait))
-        if self._arrived and (known := self._names()) is not self._known:
-            attempt(self._judge)
-            self._known = known
+        self.receive(wait=wait)
         while self._arrived:  # a user's callback may flush, which processes the rest of the same queue
-            arrived = self._arrived.popleft()
+            arrived, known = self._arrived.popleft()
+            if known is not self._known:
+                attempt(self._judge)
+                self._known = known
             attempt(self._take if isinstance(arrived, ArrivedSample) else self._end_window, arrived)
-        if judge:
-            attempt(self._judge)
+        attempt(self._judge)
         if self._reducer is not None:
             windows = self._reducer.poll(wait=wait and self._merges)
             if wait and not (self._merges or self._shards.any):
@@ -159,14 +174,12 @@ class Pipeline:
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
         self._news.is_untraced |= sample.changed_without_a_trace
-        total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
-        some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
-        if some_are_missing:
-            total_C = np.nansum(sample.rows, axis=0).tolist()
+        total_C = totals(sample.rows)
         self._look(total_C)
         was_zeroed = False
         # Usually a single optimizer has received gradients for all parameters, and none was zeroed.
-        if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
+        are_some_missing = bool(np.isnan(sample.rows[:, Column.GRAD_SUM_SQ]).any())
+        if are_some_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
             was_zeroed = not sample.sample.left_out and _drop_zeroed(sample)
         if sample.metrics.get(keys.CLIPPED) == MULTIPLIED and not self._shards.any:
             self._say_multiplied(sample.sample.step, total_C)
@@ -181,17 +194,13 @@ class Pipeline:
                 self._say_zeroed(sample.sample.step)
         finally:
             if not merges_ranks:
-                self._judge_soon(sample, total_C)
-
-    def _judge_soon(self, sample: ArrivedSample, total_C: Sequence[float]) -> None:
-        """Pass a sample to the rules, or let it wait for the next one if the user has chosen to measure every step."""
-        may_wait, schedule = self.unjudged.add(sample, total_C, now=time.perf_counter()), self._parts.schedule
-        if not may_wait or schedule.is_open_ended or not schedule.is_sampled or self._parts.guard is not None:
-            self._judge()
+                self._unjudged.append(sample)
 
     def _judge(self) -> None:
         """Run the rules on the samples that they have not judged."""
-        if samples := self.unjudged.pop():
+        samples, self._unjudged = self._unjudged, []
+        self.waiting.end()
+        if samples:
             self._rule_runner.check(samples, self._known)
 
     def _derived(self, sample: ArrivedSample) -> ArrivedSample:
@@ -291,6 +300,10 @@ class Pipeline:
 
     def rescue(self) -> None:
         """After an error of the monitor, write the open window without its histogram, unless the model is sharded."""
+        while self._arrived:
+            arrived, _ = self._arrived.popleft()
+            if isinstance(arrived, ArrivedSample):
+                self._take(arrived)
         if self.window and not self._shards.any:
             samples, self.window = self.window, []
             self._write(samples, NO_HISTOGRAM, self._overhead_ratio())

@@ -63,7 +63,7 @@ def load_state(
     place = {old: slot_of_name[name] for old, name in enumerate(state["names"]) if name in slot_of_name}
     if parts.guard is not None and state["guard"] is not None:
         parts.guard.load_state_dict(state["guard"], place)
-    pipeline.unjudged.begin()
+    pipeline.waiting.begin()
     pipeline.window = [_loaded(saved, place, num_names) for saved in state["samples"]]
     counts = state["histogram"]["counts"]
     histogram = None if counts is None else torch.from_numpy(_placed(counts.numpy(), place, num_names, 0))

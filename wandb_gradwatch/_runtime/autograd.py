@@ -27,11 +27,9 @@ def backward_root() -> Tensor | None:
     its root, but the call is still on a stack: that of this thread, or, if a device's thread runs the backward, that of
     the thread that waits for it.
     """
-    call = _outermost_backward(sys._getframe())
+    call = _backward_call(sys._getframe())
     if call is None:
-        of_threads = [
-            one for frame in sys._current_frames().values() if (one := _outermost_backward(frame)) is not None
-        ]
+        of_threads = [one for frame in sys._current_frames().values() if (one := _backward_call(frame)) is not None]
         if len(of_threads) != 1:
             return None
         call = of_threads[0]
@@ -45,14 +43,11 @@ def backward_root() -> Tensor | None:
     return root
 
 
-def _outermost_backward(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the outermost `backward()` on this stack: re-entrant checkpoints call it inside of it."""
-    outermost = None
-    while frame is not None:
-        if frame.f_code is _BACKWARD:
-            outermost = frame
+def _backward_call(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the innermost `backward()` on this stack: at the end of a backward it is the only one."""
+    while frame is not None and frame.f_code is not _BACKWARD:
         frame = frame.f_back
-    return outermost
+    return frame
 
 
 class _Replay(threading.local):
@@ -88,7 +83,7 @@ class TrainingThread:
         if own in self._trained:
             frames = sys._current_frames()
             del frames[own]  # the frame of this call: a reference cycle, which would keep its callers' objects alive
-            if any(_outermost_backward(frames.get(one)) is not None for one in self._trained):
+            if any(_backward_call(frames.get(one)) is not None for one in self._trained):
                 raise CannotWatchError(
                     "several threads train the models of one watcher, and one stepped while another ran a backward, "
                     "during which no gradient can be read; call watch() once for each model that has its own thread"
@@ -96,7 +91,7 @@ class TrainingThread:
 
     def backward_begins(self) -> None:
         """Record that a backward is running, in this thread or in a device's thread."""
-        if _outermost_backward(sys._getframe()) is not None:
+        if threading.get_ident() in self._trained or _backward_call(sys._getframe()) is not None:
             self.step_begins()
 
     @property

@@ -1,19 +1,28 @@
-"""Which samples wait to be judged together: 16 take half of the time, and reach the processor's caches once."""
+"""Which arrived samples wait for the next ones: 16 processed together reach the processor's caches once."""
 
 import math
-from collections.abc import Sequence
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from .._measure.columns import NONFINITE_COLUMNS, Column
+import numpy as np
+
+from .._measure.columns import NONFINITE_COLUMNS, Column, FloatArray
 from .._transfer.transfers import ArrivedSample
 from ..snapshot import keys
+
+# P watched parameters, C columns
 
 LONGEST_WAIT: Final = 0.05  # seconds
 MOST_WAITING: Final = 16
 FIRST_ONE_BY_ONE: Final = 100  # samples after the start: most faults of a training show there
 
 _NONFINITE: Final = itemgetter(*NONFINITE_COLUMNS, Column.PARAM_NUM_NONFINITE)
+
+
+def totals(rows_PC: FloatArray) -> list[float]:
+    """Return the sums of rows over the parameters, without those that are missing: [C]."""
+    total_C: list[float] = np.add.reduce(rows_PC, axis=0).tolist()
+    return np.nansum(rows_PC, axis=0).tolist() if math.isnan(total_C[Column.GRAD_SUM_SQ]) else total_C
 
 
 class Notable(NamedTuple):
@@ -24,8 +33,9 @@ class Notable(NamedTuple):
     sum_sq: float  # of all gradients
 
 
-def notable(sample: ArrivedSample, total_C: Sequence[float]) -> Notable:
-    """Return what may be notable about a sample with these sums over the parameters: [C]."""
+def notable(sample: ArrivedSample) -> Notable:
+    """Return what may be notable about a sample."""
+    total_C = totals(sample.rows)
     bad = sum(_NONFINITE(total_C)) + sample.metrics.get(keys.NUM_NONFINITE_LOSS, 0.0)
     has_gradient_P = sample.rows[:, Column.NUM_DEAD] < sample.rows[:, Column.NUM_ELEMENTS]
     is_sound = not bad > 0 and not sample.skipped and not sample.sample.left_out
@@ -37,39 +47,36 @@ def may_wait(new: Notable, last: Notable, *, judged_sum_sq: float) -> bool:
     return new.is_sound and new.gradients_of == last.gradients_of and new.sum_sq <= judged_sum_sq * 4
 
 
-class Unjudged:
-    """The samples that have arrived and that the rules have not judged yet.
+class WaitingSamples:
+    """Decides which samples may wait until they are processed and judged together.
 
     A sample waits only where the next one is expected `LONGEST_WAIT` after the oldest waiting one at the latest.
     """
 
     def __init__(self) -> None:
-        self.samples: list[ArrivedSample] = []
         self.begin()
 
     def begin(self) -> None:
         """Judge the next samples one by one: the training begins, or continues from a saved state."""
-        self._num_judged = 0
+        self._num_judged = self._num_waiting = 0
         self._last = Notable(False, b"", math.nan)
         self._judged_sum_sq = math.nan
         self._oldest = self._newest = -math.inf  # times of arrival
 
-    def add(self, sample: ArrivedSample, total_C: Sequence[float], *, now: float) -> bool:
+    def add(self, sample: ArrivedSample, *, now: float) -> bool:
         """Add a sample that arrives at time `now`, in seconds. Returns whether the samples may wait for another one."""
-        new, last, since = notable(sample, total_C), self._last, now - self._newest
+        new, last, since = notable(sample), self._last, now - self._newest
         self._last, self._newest = new, now
-        self._oldest = self._oldest if self.samples else now
-        self.samples.append(sample)
+        self._oldest = self._oldest if self._num_waiting else now
+        self._num_waiting += 1
         return (
             self._num_judged >= FIRST_ONE_BY_ONE
-            and len(self.samples) < MOST_WAITING
+            and self._num_waiting < MOST_WAITING
             and now + since - self._oldest <= LONGEST_WAIT
             and may_wait(new, last, judged_sum_sq=self._judged_sum_sq)
         )
 
-    def pop(self) -> list[ArrivedSample]:
-        """Return the samples to judge now."""
-        samples, self.samples = self.samples, []
-        self._num_judged += len(samples)
+    def end(self) -> None:
+        """Record that all samples so far are judged."""
+        self._num_judged, self._num_waiting = self._num_judged + self._num_waiting, 0
         self._judged_sum_sq = self._last.sum_sq
-        return samples
