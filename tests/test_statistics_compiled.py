@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +262,12 @@ def test_every_bit_is_the_same_with_any_number_of_threads(
 
 def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end, done = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr("wandb_gradwatch._measure.thread_pool._give_way", may_end.set)  # called by waiting callers
+
+    def waits(helpers: list[Future[None]]) -> None:
+        may_end.set()
+        wait(helpers)
+
+    monkeypatch.setattr("wandb_gradwatch._measure.thread_pool.wait", waits)
 
     def read(piece: int) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -329,11 +334,11 @@ def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.Monk
     assert done == [threading.main_thread()]
 
 
-def test_helpers_are_as_many_as_were_asked_for_and_wait_for_more_work() -> None:
+def test_helpers_are_no_more_than_were_asked_for_and_wait_for_more_work() -> None:
     thread_pool = ThreadPool()
-    before = threading.active_count()
-    for num_threads in (1, 3, 2, 3):
-        thread_pool.each([0], lambda _: None, num_threads)
+    before, meet = threading.active_count(), threading.Barrier(3)
+    for _ in range(4):
+        thread_pool.each(range(3), lambda _: meet.wait(60), 3)  # the caller and two helpers take one piece each
     assert threading.active_count() == before + 2
 
 
@@ -518,11 +523,11 @@ def test_a_backend_for_the_cpu_says_so_elsewhere() -> None:
 
 
 def test_a_helper_that_wakes_late_keeps_nothing_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, piece, read = ThreadPool(), np.zeros(1), []
-    monkeypatch.setattr(pool, "_ready", lambda wanted: 1)  # one helper exists, but it has not woken up yet
+    pool, piece, read, late = ThreadPool(), np.zeros(1), [], []
+    monkeypatch.setattr(pool, "_help", late.append)  # one helper exists, but it has not woken up yet
     kept = weakref.ref(piece)
     pool.each([piece], lambda one: read.append(one.size), num_threads=2)
     del piece
     assert kept() is None
-    pool._waiting.get()()  # the helper wakes up
+    late[0]()  # the helper wakes up
     assert read == [1]
