@@ -33,7 +33,7 @@ _COUNTS: Final = frozenset({"num_nan", "num_inf", "num_nonfinite", "num_skipped_
 MAX_KEPT_CELLS: Final = 40_000_000  # rows x keys: 320 MB
 MAX_OWN_VALUES: Final = 8_000_000  # of all keys together: 128 MB
 MIN_OWN_VALUES: Final = 1_000  # of one key, even if there are many keys
-NUM_DISPLAY_BINS: Final = 65  # the number in our rows, with zero in the middle bin, so that these are not resampled
+NUM_LOGGED_BINS: Final = 65  # of a histogram in our rows, with zero in the middle bin
 MAX_STORED: Final = 100_000  # histograms over all names: about 70 MB
 
 
@@ -255,11 +255,11 @@ class HistogramCollector:
         self._num_kept = 0
 
     def add(self, name: tuple[str, str], step: int, edges: object, counts: object) -> None:
-        """Add one histogram in W&B's format; it is ignored if its arrays do not fit together."""
+        """Add one histogram in W&B's format; it is ignored if it has not the bins of our rows."""
         self._seen[name] += 1
-        if (self._seen[name] - 1) % self._stride or (resampled := resample(edges, counts)) is None:
+        if (self._seen[name] - 1) % self._stride or (checked := limits_and_counts(edges, counts)) is None:
             return
-        self._kept.setdefault(name, []).append((step, *resampled))
+        self._kept.setdefault(name, []).append((step, *checked))
         self._num_kept += 1
         if self._num_kept > self._max_stored:
             self._stride *= 2
@@ -275,27 +275,15 @@ class HistogramCollector:
         return found
 
 
-def resample(edges: object, counts: object) -> tuple[float, float, FloatArray] | None:
-    """Convert a histogram to NUM_DISPLAY_BINS bins of equal width, assuming a uniform density within each old bin.
+def limits_and_counts(edges: object, counts: object) -> tuple[float, float, FloatArray] | None:
+    """Return a histogram's lower and upper limit and its counts [B]; None if it is not one of our rows' histograms.
 
-    Returns:
-        The lower and the upper limit, and the counts [B]. None if this is not a valid histogram: the arrays do not fit
-        together, or an edge is not finite.
+    Ours have NUM_LOGGED_BINS bins of equal width. Another library may log under the same keys, as wandb.watch does.
     """
     try:
         edge, count = np.asarray(edges, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     except (TypeError, ValueError):
         return None
-    if edge.ndim != 1 or count.shape != (edge.size - 1,) or not count.size:
+    if edge.shape != (NUM_LOGGED_BINS + 1,) or count.shape != (NUM_LOGGED_BINS,):
         return None
-    if not (np.isfinite(edge).all() and np.isfinite(count).all()):
-        return None
-    low, high = float(edge[0]), float(edge[-1])
-    new_edges = np.linspace(low, high, NUM_DISPLAY_BINS + 1)
-    if low == high:
-        return low, high, np.append(np.zeros(NUM_DISPLAY_BINS - 1), count.sum())
-    if count.size == NUM_DISPLAY_BINS and np.abs(edge - new_edges).max() <= 1e-3 * (new_edges[1] - low):
-        return low, high, count
-    if not (np.diff(edge) > 0).all():
-        return None
-    return low, high, np.diff(np.interp(new_edges, edge, np.append(0.0, np.cumsum(count))))
+    return (float(edge[0]), float(edge[-1]), count) if np.isfinite([*edge, *count]).all() else None
