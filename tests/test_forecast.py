@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from grad_samples import of_norms, sample_of
 
-from wandb_gradwatch._analysis.forecast import FORMATS, forecast
+from wandb_gradwatch._analysis import forecast as module
+from wandb_gradwatch._analysis.forecast import FORMATS
+from wandb_gradwatch.snapshot.keys import FORECASTS, forecast_key
+
+
+def forecast(sample, **scale):
+    """Return the forecast by format, with its numbers as attributes."""
+    found = module.forecast(sample, **scale)
+    return {name: SimpleNamespace(**{what: found[forecast_key(name, what)] for what in FORECASTS}) for name in FORMATS}
 
 
 def test_fp16_shares_are_those_of_a_cast():

@@ -3,64 +3,38 @@
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from .._measure.columns import magnitude_edges
 from ..snapshot import Snapshot
+from ..snapshot.keys import forecast_key
 
 # M magnitude bins
 
 
-@dataclass(frozen=True)
-class NumberFormat:
-    """The range of a number format.
+class NumberFormat(NamedTuple):
+    """The range of a number format."""
 
-    Args:
-        min_normal: the smallest magnitude with full precision.
-        flush: half the smallest subnormal number; magnitudes below it are rounded to 0.
-        max_value: the largest finite magnitude.
-    """
-
-    min_normal: float
-    flush: float
-    max_value: float
+    min_normal: float  # the smallest magnitude with full precision
+    flush: float  # half the smallest subnormal number; magnitudes below it are rounded to 0
+    max_value: float  # the largest finite magnitude
 
 
 # IEEE 754 binary16; the top half of binary32; the two formats of the OCP 8-bit floating point specification.
-FORMATS: Final[Mapping[str, NumberFormat]] = MappingProxyType(
-    {
-        "fp16": NumberFormat(2.0**-14, 2.0**-25, 65504.0),
-        "bf16": NumberFormat(2.0**-126, 2.0**-134, (2 - 2.0**-7) * 2.0**127),
-        "fp8_e5m2": NumberFormat(2.0**-14, 2.0**-17, 57344.0),
-        "fp8_e4m3": NumberFormat(2.0**-6, 2.0**-10, 448.0),
-    }
-)
+FORMATS: Final = {
+    "fp16": NumberFormat(2.0**-14, 2.0**-25, 65504.0),
+    "bf16": NumberFormat(2.0**-126, 2.0**-134, (2 - 2.0**-7) * 2.0**127),
+    "fp8_e5m2": NumberFormat(2.0**-14, 2.0**-17, 57344.0),
+    "fp8_e4m3": NumberFormat(2.0**-6, 2.0**-10, 448.0),
+}
 _EDGES: Final[list[float]] = magnitude_edges().tolist()
 
 
-@dataclass(frozen=True)
-class PrecisionForecast:
-    """The losses in one format, over all names together; NaN where a value is unknown.
-
-    Args:
-        underflow_ratio: share of the finite non-zero elements below the smallest normal number, which lose digits or
-            become 0.
-        flush_ratio: share of the finite non-zero elements that become 0.
-        headroom: octaves between the largest element and the format's largest number; negative if it overflows.
-    """
-
-    underflow_ratio: float
-    flush_ratio: float
-    headroom: float
-
-
-def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionForecast]:
-    """The losses of these gradients in each format of FORMATS.
+def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, float]:
+    """The losses of these gradients in each format of FORMATS, over all names together.
 
     Shares are exact, because every limit of fp16 and of both fp8 formats is a bin edge. The flush limit of bf16 lies
     inside the lowest bin: the share is 0 if that bin is empty, otherwise missing. A magnitude equal to the flush limit
@@ -71,7 +45,9 @@ def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionFo
         scale: the loss scale to assume; a power of two.
 
     Returns:
-        The forecast by format name.
+        By the keys of a W&B row, NaN where a value is unknown: `underflow_ratio`, the share of the finite non-zero
+        elements below the smallest normal number, which lose digits or become 0; `flush_ratio`, the share that become
+        0; `headroom`, the octaves from the largest element to the format's largest number, negative if it overflows.
 
     Raises:
         ValueError: scale is not a positive power of two.
@@ -83,14 +59,12 @@ def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionFo
     below = list(itertools.accumulate(counts_M, initial=0))
     largest = float(np.fmax.reduce(snapshot.grad_abs_max, axis=None, initial=math.nan)) * scale
     octaves = math.log2(largest) if 0 < largest < math.inf else math.nan  # otherwise unknown
-    return {
-        name: PrecisionForecast(
-            underflow_ratio=_share_below(below, ends.min_normal / scale),
-            flush_ratio=_share_below(below, ends.flush / scale),
-            headroom=math.log2(ends.max_value) - octaves,
-        )
-        for name, ends in FORMATS.items()
-    }
+    found = {}
+    for name, ends in FORMATS.items():
+        found[forecast_key(name, "underflow_ratio")] = _share_below(below, ends.min_normal / scale)
+        found[forecast_key(name, "flush_ratio")] = _share_below(below, ends.flush / scale)
+        found[forecast_key(name, "headroom")] = math.log2(ends.max_value) - octaves
+    return found
 
 
 def _share_below(below: Sequence[int], limit: float) -> float:

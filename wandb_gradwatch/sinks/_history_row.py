@@ -192,10 +192,8 @@ class HistoryRow:
             scalars[keys.CHANGED_RATIO] = self.samples["changed"] / self.samples["all"]
         if self.whole is not None:
             quantiles = self.whole.abs_quantile(list(keys.GRAD_ABS_QUANTILES.values()))[:, 0].tolist()
-            found = dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True))
-            for name, of_format in forecast(self.whole).items():  # the effect of smaller number formats
-                found |= {keys.forecast_key(name, what): getattr(of_format, what) for what in keys.FORECASTS}
-            scalars |= _present(found)
+            quantiles_of_whole = dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True))
+            scalars |= _present(quantiles_of_whole | forecast(self.whole))
         for values in (self.summed, self.largest, _present(self.last)):
             scalars |= values
         return scalars

@@ -8,6 +8,7 @@ import numpy as np
 from ..._analysis.forecast import forecast
 from ..._analysis.formatting import listing, number
 from ..._analysis.layers import cancelled_biases
+from ...snapshot.keys import forecast_key
 from ..causes import DEAD_UNITS, DYING, FROZEN, LARGE_DATA, SCALE, UNDERFLOW, Diagnosis
 from ..evidence import Evidence
 from ..parameters import FIRST_STEPS
@@ -44,7 +45,7 @@ def underflow(evidence: Evidence) -> Diagnosis | None:
         f"{100 * zeros:.0f} % of the elements are exactly 0 and the smallest others are "
         f"{number(float(steps_NP.min()))} x 2^-24, where float16 ends" + _lost_digits(evidence, float(scale_N[-1]))
     )
-    octaves = forecast(history)["fp16"].headroom
+    octaves = forecast(history)[forecast_key("fp16", "headroom")]
     fits = f" (up to 2^{int(octaves)} the largest gradient seen still fits)" if octaves >= 1 else ""
     remedy = f"use torch.amp.GradScaler or a larger loss scale{fits}, divide the loss by less, or use bfloat16"
     return Diagnosis(UNDERFLOW, 0.95, words, remedy)
@@ -55,7 +56,7 @@ def _lost_digits(evidence: Evidence, scale: float) -> str:
     steps = evidence.history.histogram_steps
     if not steps or math.frexp(scale)[0] != 0.5:  # no power of 2: the format's limits are not at bin edges
         return ""
-    share = forecast(evidence.history, scale=scale)["fp16"].underflow_ratio
+    share = forecast(evidence.history, scale=scale)[forecast_key("fp16", "underflow_ratio")]
     return "" if math.isnan(share) else f"; {100 * share:.0f} % of the others have lost digits (step {steps[-1]})"
 
 
