@@ -335,11 +335,15 @@ def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.Monk
 
 
 def test_helpers_are_no_more_than_were_asked_for_and_wait_for_more_work() -> None:
-    thread_pool = ThreadPool()
-    before, meet = threading.active_count(), threading.Barrier(3)
+    thread_pool, meet, took_part = ThreadPool(), threading.Barrier(3), set()
+
+    def read(piece: int) -> None:
+        took_part.add(threading.current_thread())
+        meet.wait(60)  # the caller and two helpers take one piece each
+
     for _ in range(4):
-        thread_pool.each(range(3), lambda _: meet.wait(60), 3)  # the caller and two helpers take one piece each
-    assert threading.active_count() == before + 2
+        thread_pool.each(range(3), read, 3)
+    assert len(took_part) == 3
 
 
 def test_training_does_not_wait_for_the_loops_and_nothing_changes_when_they_come(
