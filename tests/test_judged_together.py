@@ -155,8 +155,8 @@ class Loop:
         torch.manual_seed(0)
         self.model, self.seen = torch.nn.Linear(3, 2), Seen()
         self.optimizer, self.seconds = torch.optim.SGD(self.model.parameters(), lr=1e-3), seconds
-        arguments = {"sample_every": 1, "log_every": 10**6} | kwargs
-        self.watcher = watch(self.model, rules=[self.seen], sinks=[MemorySink()], **arguments)
+        arguments = {"sinks": [MemorySink()], "sample_every": 1, "log_every": 10**6} | kwargs
+        self.watcher = watch(self.model, rules=[self.seen], **arguments)
 
     def step(self, factor: float = 1.0, *, parameters: int = 2) -> None:
         CLOCK[0] += self.seconds
@@ -233,6 +233,17 @@ def test_the_row_of_a_flush_and_a_recording_contain_judged_samples_only(tmp_path
     loop = Loop().steps(105)
     [path] = loop.watcher.record(tmp_path / "recording")
     assert load_recording(path).snapshot.steps.tolist() == list(range(1, 106))
+
+
+def test_samples_that_wait_are_written_if_the_monitor_fails(monkeypatch):
+    loop = Loop(sinks=[sink := MemorySink()]).steps(104)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("the capture fails")
+
+    monkeypatch.setattr(type(loop.watcher._sampler._sample), "close", fails)
+    loop.step()
+    assert sink.snapshots[-1].steps.tolist() == list(range(1, 105))
 
 
 def test_samples_before_and_after_a_parameter_is_frozen_are_judged_apart():
