@@ -152,6 +152,19 @@ def test_a_forgotten_zero_grad_is_told_at_step_2(make: Callable[..., torch.optim
     assert run(model, advance, steps=5) == [("Gradients not reset", 2)]
 
 
+def test_gradients_that_are_no_longer_reset_are_told_within_50_samples() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1e-4)
+
+    def advance(number: int) -> None:
+        if number <= 20:
+            optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    assert run(model, advance, steps=60) == [("Gradients not reset", 51)]
+
+
 @pytest.mark.parametrize(("is_assigned", "told"), [(True, []), (False, [("Gradients not reset", 2)])])
 def test_a_gradient_that_is_assigned_after_the_backward_need_not_be_reset(
     is_assigned: bool, told: list[tuple[str, int]]

@@ -563,7 +563,7 @@ def test_adapters_of_a_frozen_model_may_begin_next_to_0(is_frozen, told):
     base = {f"{layer}.{kind}": 1e-4 * rng.normal(size=64) for layer in range(3) for kind in ("weight", "bias")}
     grads = {name: rng.normal(size=value.shape) for name, value in adapter.items()}
     grads |= {name: None if is_frozen else rng.normal(size=64) for name in base}
-    samples = sample_of(grads, parameters=adapter | base)
+    samples = sample_of(grads, parameters=adapter | base, trainable=[True] * 2 + [not is_frozen] * 6)
     assert steps(PoorInitialisation().check(samples)) == told
 
 

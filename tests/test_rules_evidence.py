@@ -187,6 +187,13 @@ def test_units_that_are_switched_off_while_others_learn_are_no_alarm(shares: lis
     assert bool(steps(DeadGradient(), together(samples))) == is_told
 
 
+def test_dead_units_that_a_batch_reaches_now_and_then_are_one_lasting_fault() -> None:
+    """From step 18 on, each third sample reaches one more of 40 units, each thirteenth 25. At step 90 they recover."""
+    shares = [10] * 15 + [39] * 2 + [15 if s % 13 == 0 else 40 - (s % 3 == 0) for s in range(18, 90)] + [10] * 30
+    samples = [sample_of(units(dead) | {"b.weight": [1.0]}, step=s) for s, dead in enumerate(shares, 1)]
+    assert steps(DeadGradient(), together(samples)) == list(range(17, 92))  # until three of five samples have recovered
+
+
 @pytest.mark.parametrize(("apart", "is_told"), [(1, True), (60, False)])
 def test_units_that_died_in_steps_that_were_not_measured_may_have_died_one_by_one(apart: int, is_told: bool) -> None:
     """The default cadence measures the first ten steps, and may then measure only every 60th."""

@@ -62,6 +62,17 @@ def test_a_few_limits_that_no_activation_reaches_yet_are_no_dead_units(
     assert levels(DeadGradient(), together(samples))[:1] == told
 
 
+@pytest.mark.parametrize(("is_idle", "told"), [(True, []), (False, [(22, "WARN")])])
+def test_an_expert_with_a_single_token_has_no_dead_units(is_idle: bool, told: list[tuple[int, str]]) -> None:
+    """An expert that gets no token now and then may get one in two samples in a row, which half of its units ignore."""
+    samples = []
+    for s in range(1, 23):
+        num_dead = 8 if s < 21 else 26
+        grad = None if is_idle and s == 5 else np.arange(40) >= num_dead
+        samples.append(sample_of({"e.weight": grad, "e.bias": grad} | {n: [1.0] for n in "abc"}, step=s))
+    assert levels(DeadGradient(), together(samples)) == told
+
+
 @pytest.mark.parametrize(("lost", "told"), [("c", []), ("a", [23])])
 def test_an_expert_that_is_idle_for_a_while_is_not_lost(lost: str, told: list[int]) -> None:
     """An expert with a load-balancing loss may be idle for 21 samples from step 19 on; a first layer may not."""
@@ -158,6 +169,13 @@ def test_parameters_that_grow_fast_while_the_loss_falls_are_learning(loss: list[
     assert [step for step, _ in levels(FastParameters(), samples)][:1] == told
 
 
+@pytest.mark.parametrize(("loss", "told"), [(2.0, []), (2.2, [(25, "WARN")]), (np.nan, [(25, "WARN")])])
+def test_weights_that_leap_without_harm_were_moved_on_purpose(loss: float, told: list[tuple[int, str]]) -> None:
+    """Codes of a quantiser that are out of use are drawn anew from its inputs, larger than the first codes."""
+    samples = grown([1.0] * 24 + [3.0] + [1.0] * 5, [2.0] * 24 + [loss] * 6)
+    assert levels(FastParameters(), samples)[:1] == told
+
+
 @pytest.mark.parametrize(
     ("loss", "told"), [([4.6, 4.7, 4.6, 4.5, 4.7, 4.6], []), ([4.6, 5.6, 5.8, 5.5, 5.7, 5.9], [4])]
 )
@@ -229,6 +247,16 @@ def test_parameters_that_are_no_weights_may_begin_at_any_size(name: str, told: l
     """The imaginary parts of S4D's poles are multiples of pi, of which 64 have a root mean square of 115."""
     grads, poles = {name: np.ones(256)}, np.tile(np.pi * np.arange(64), 4)
     assert levels(PoorInitialisation(), sample_of(grads, parameters={name: poles})) == told
+
+
+@pytest.mark.parametrize(("is_frozen", "told"), [(True, []), (False, [(1, "WARN")])])
+def test_a_head_that_was_trained_before_may_be_large(is_frozen: bool, told: list[tuple[int, str]]) -> None:
+    """A trained head may have three times the usual size. That most layers are frozen shows that it was trained."""
+    sizes = {f"{n}.{kind}": 256 if kind == "weight" else 16 for n in ("body", "head") for kind in ("weight", "bias")}
+    parameters = {name: np.full(size, 0.9 if name == "head.weight" else 0.1) for name, size in sizes.items()}
+    grads = {n: None if is_frozen and n[0] == "b" else np.arange(size) - 0.5 for n, size in sizes.items()}
+    sample = sample_of(grads, parameters=parameters, trainable=[not is_frozen] * 2 + [True] * 2)
+    assert levels(PoorInitialisation(), sample) == told
 
 
 @pytest.mark.parametrize(("inner", "told"), [(1.0, []), (0.0, [(1, "WARN")])])

@@ -30,11 +30,11 @@ class Progress(Remembers):
         losses = list(self._losses)
         return 0.0 <= _median(losses[-_LOSSES:]) < _median(losses[:_LOSSES])
 
-    def may_have_risen(self) -> bool:
-        """Whether the last losses are clearly above all of the ten updates before; True if not known, or below 0."""
+    def may_have_risen(self, newest: int = _LOSSES) -> bool:
+        """Whether the newest losses are clearly above all of the ten updates before; True if not known, or below 0."""
         losses = list(self._losses)
-        before = [loss for loss in losses[:-_LOSSES] or losses[:1] if not math.isnan(loss)]
-        return not 0.0 <= _median(losses[-_LOSSES:]) <= _CLEARLY * max(before, default=math.nan)
+        before = [loss for loss in losses[:-newest] or losses[:1] if not math.isnan(loss)]
+        return not 0.0 <= _median(losses[-newest:]) <= _CLEARLY * max(before, default=math.nan)
 
 
 def _median(losses: list[float]) -> float:

@@ -25,6 +25,7 @@ from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 
 _STEPS: Final = 3  # number of steps of each optimizer that are checked
+_AGAIN_EVERY: Final = 50  # after these, the sampled steps that are checked for gradients that are no longer reset
 _PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that raise an alert
 _PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
 _SCAN_EVERY: Final = 5  # samples between scans at least: experts may gain or lose gradients in every sample
@@ -97,7 +98,7 @@ class Wiring:
         carried.num_steps += 1
         if carried.num_steps == 1:
             self._look_at_settings(optimizer, step)
-        if carried.num_steps <= _STEPS:
+        if carried.num_steps <= _STEPS or carried.num_steps % _AGAIN_EVERY == 0:
             entries = sorted(self._optimizer_registry.entries(optimizer), key=lambda entry: entry[1].numel())
             carried.follow([entry for entry in entries if entry[1].grad is not None][:_WITNESSES])
 

@@ -54,6 +54,8 @@ class DeadGradient(PerKindRule):
     _names: tuple[str, ...] = field(default=(), init=False, repr=False)
     _dead: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules without any gradient
     _empty: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules whose input is 0
+    _pauses: set[str] = field(default_factory=set, init=False, repr=False)  # modules without gradients in some samples
+    _told: set[str] = field(default_factory=set, init=False)  # modules that were dead in the last sample
     _least: float = field(default=0.0, init=False, repr=False)
 
     title: ClassVar[str] = "Dead gradient"
@@ -88,14 +90,18 @@ class DeadGradient(PerKindRule):
             self._recent.popleft()
             self._steps.popleft()
         few_dead = sample.most[Column.NUM_DEAD] < self.max_ratio * num_elements
-        if few_dead or self._are_few(names, dead_P):  # the usual case; nothing is missing
+        if not self._told and (few_dead or self._are_few(names, dead_P)):  # the usual case; nothing is missing
             self._dead.end(modules, 1)
             self._empty.end(modules, 1)
             return
         recent_NL = dead_units(names, np.stack(self._recent))
         present_L, empty_now_L = ~np.isnan(recent_NL[-1]), without_inputs(names, dead_P)
+        self._pauses |= {modules[place] for place in np.flatnonzero(~present_L)}
         dead_L = self._have_died(snapshot, sample.place, recent_NL[-1], present_L, empty_now_L)
         dead_L = dead_L | self._are_the_same(snapshot, sample.place, recent_NL)
+        if self._told:  # a batch that reaches some units for once does not end a fault that was found
+            dead_L |= np.isin(modules, list(self._told)) & (np.median(recent_NL[-ALIKE:], axis=0) >= self._least)
+        self._told = {modules[place] for place in np.flatnonzero(dead_L)}
         empty = self._empty.see(modules, empty_now_L, present_L)
         if np.count_nonzero(dead_L):
             yield self._alert(snapshot, sample.place, recent_NL[-1], np.flatnonzero(dead_L)[::-1].tolist())
@@ -165,6 +171,8 @@ class DeadGradient(PerKindRule):
         have_died_L &= len(earlier) == 0 or steps[-2] - steps[-3] <= max(steps[-3] - steps[0], 1)
         have_died_L &= newest.max(axis=0) < 1.0  # `_have_died` finds whole layers
         have_died_L[-1] = False  # after the last layer comes the loss: its units may be outputs out of use
+        if self._pauses:  # an expert that gets no token now and then gets a single one in other samples
+            have_died_L &= ~np.isin(modules_of(snapshot.names).names, list(self._pauses))
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
         is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L & ~_are_no_layers(snapshot, sample)
         return is_told_L

@@ -27,11 +27,12 @@ _MIN_UNITS: Final = 4  # this many equal gradients are not equal by chance
 class PoorInitialisation(PerKindRule):
     """Raises the alert "Initial weights" if the first weights do not preserve a signal's size, or make units equal.
 
-    A model that was trained before is not judged: the weights of its normalisations are not 1, and their biases not 0.
+    A model that was trained before is not judged: half of its parameters are frozen, or the weights of a normalisation
+    are not 1, and its biases not 0.
 
     Args:
         max_gain: largest RMS of a layer's weight times sqrt(fan-in). Healthy: up to 1.7; faults: from 2.8.
-        min_gain: smallest median of this gain over the layers, unless most are frozen. Faults: 0.006.
+        min_gain: smallest median of this gain over the layers. Faults: 0.006.
         max_rms: largest RMS of a weight whose fan-in is unknown. Healthy: up to 1.03. Parameters of other names, as
             frequencies or poles, may have any size.
         max_recurrent_gain: largest gain of a recurrent weight, which multiplies a state repeatedly. Orthogonal: 1.
@@ -90,7 +91,7 @@ class PoorInitialisation(PerKindRule):
             names = listing(constant or list(all_gains))
             words = f"all elements of a weight are equal, and so are all units of its layer: {names}"
             return words, "a constant initialisation: equal weights"
-        if gains and snapshot.present[sample].mean() > 0.5 and float(np.median(list(gains.values()))) < self.min_gain:
+        if gains and float(np.median(list(gains.values()))) < self.min_gain:
             all_of_them = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
             words = f"the weights are far smaller than the size that preserves a signal: {all_of_them}"
             return words, "poor initialisation: too small"
@@ -143,7 +144,12 @@ class LargeInputs(ShippedRule):
 
 
 def _was_trained(snapshot: Snapshot, sample: int) -> bool:
-    """Whether a normalisation layer, by its name, has weights other than all 1 or all 0, and a bias other than 0."""
+    """Whether half of the parameters are frozen, or a normalisation, by its name, no longer has its first values.
+
+    Its weights are all 1 or all 0 at first, and its bias is 0.
+    """
+    if 2 * np.count_nonzero(snapshot.trainable) <= len(snapshot.names):
+        return True
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
     for weight, bias in weights_beside_biases(snapshot.names):
         module, _, parameter = snapshot.names[weight].rpartition(".")

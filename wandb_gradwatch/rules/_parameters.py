@@ -55,8 +55,8 @@ class FastParameters(PerKindRule):
     Shrinking: most weights lose 2 % or more per step in eight updates in a row, one weight loses half of its norm in
     them, or too little is left of the first norm of all parameters. A weight that begins at or near 0 may grow at any
     speed to the model's typical weight, or to the size that preserves a signal, half of it while the loss rises; and
-    all weights may grow while the loss falls, except by a single update. With five or more weights, the norm of all
-    together may grow only half as fast as that of a single weight.
+    all weights may grow while the loss falls, or by a single update after which it has not risen. With five or more
+    weights, the norm of all together may grow only half as fast as that of a single weight.
 
     Args:
         max_growth: largest growth of a weight's norm per step after step 20. Healthy: at most 11 % (LSTM, rate 20).
@@ -168,7 +168,7 @@ class FastParameters(PerKindRule):
         if len(recent) > 1 and not is_learning and last_P.max() > math.log1p(limit):
             words = f"grown by {number(100 * limit)} % per step or more, twice within {_OF_LAST} samples"
             yield self._grown(step, words, last_P, math.log1p(limit), _CAUSE, advice, "ERROR")
-        elif step - num_steps >= _EARLY and since_P[:-1].max() > most_since:
+        elif step - num_steps >= _EARLY and since_P[:-1].max() > most_since and self._progress.may_have_risen(1):
             words = f"grown {number(math.exp(most_since))} times or more since the sample before"
             yield self._grown(step, words, since_P, most_since, *JUMP, "WARN")
         elif not is_learning and product_P.max() > most:

@@ -63,7 +63,7 @@ class GradientsNotReset(ShippedRule):
                 continue
             fact = (
                 f"Step {sample.step}: the gradients of the step before were neither None nor 0 when this step's "
-                "backward added to them; every update uses the sum over all steps so far."
+                "backward added to them; every update uses the sum over all steps since they were reset."
             )
             cause = "zero_grad() is missing: the gradients are added up over the steps"
             remedy = "call optimizer.zero_grad() once per update, before backward() or after step()"
