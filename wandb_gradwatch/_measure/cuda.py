@@ -504,46 +504,46 @@ def fold(
     partials,
     gradient_scale,  # 0-dim float64
     parameter_scale,  # 0-dim float64
-    rows,  # [programs, C] float64
+    rows,  # [any, C] float64
     num_gradients,
     num_tensors,  # N
     num_chunks,  # M
     NUM_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merge the partials of a gradient, if there are gradients, and of its parameter, if there are parameters.
+    """Merge the partials of a gradient, or of a parameter, whose columns are in the row of its gradient.
 
     Without gradients the parameters' sums are also written to the received columns, NaN and Inf separately.
     """
     tensor = tl.program_id(0)
-    row = rows + tensor * NUM_COLUMNS
+    size = tl.load(tensors + tensor)
+    here = partials + tl.load(tensors + num_tensors + tensor)
+    count = tl.load(tensors + 2 * num_tensors + tensor).to(tl.int32)
+    nans = tl.zeros([BLOCK], dtype=tl.float64)
+    infs = tl.zeros([BLOCK], dtype=tl.float64)
+    zeros = tl.zeros([BLOCK], dtype=tl.float64)
+    deads = tl.zeros([BLOCK], dtype=tl.float64)
+    total = tl.zeros([BLOCK], dtype=tl.float64)
+    total_sq = tl.zeros([BLOCK], dtype=tl.float64)
+    lowest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
+    highest = tl.full([BLOCK], float("-inf"), dtype=tl.float64)
+    smallest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
+    for begin in range(0, count, BLOCK):  # all columns in one loop: nine loops would wait nine times as often
+        index = begin + tl.arange(0, BLOCK)
+        mask = index < count
+        nans += tl.load(here + 0 * num_chunks + index, mask=mask, other=0.0)
+        infs += tl.load(here + 1 * num_chunks + index, mask=mask, other=0.0)
+        zeros += tl.load(here + 2 * num_chunks + index, mask=mask, other=0.0)
+        deads += tl.load(here + 3 * num_chunks + index, mask=mask, other=0.0)
+        total += tl.load(here + 4 * num_chunks + index, mask=mask, other=0.0)
+        total_sq += tl.load(here + 5 * num_chunks + index, mask=mask, other=0.0)
+        lowest = tl.minimum(lowest, tl.load(here + 6 * num_chunks + index, mask=mask, other=float("inf")))
+        highest = tl.maximum(highest, tl.load(here + 7 * num_chunks + index, mask=mask, other=float("-inf")))
+        smallest = tl.minimum(smallest, tl.load(here + 8 * num_chunks + index, mask=mask, other=float("inf")))
+    missing = (tl.load(table + 2 + tensor) == 0) & (size > 0)
     if tensor < num_gradients:
-        size = tl.load(tensors + tensor)
-        here = partials + tl.load(tensors + num_tensors + tensor)
-        count = tl.load(tensors + 2 * num_tensors + tensor).to(tl.int32)
+        row = rows + tensor * NUM_COLUMNS
         scale = tl.load(gradient_scale)
-        nans = tl.zeros([BLOCK], dtype=tl.float64)
-        infs = tl.zeros([BLOCK], dtype=tl.float64)
-        zeros = tl.zeros([BLOCK], dtype=tl.float64)
-        deads = tl.zeros([BLOCK], dtype=tl.float64)
-        total = tl.zeros([BLOCK], dtype=tl.float64)
-        total_sq = tl.zeros([BLOCK], dtype=tl.float64)
-        lowest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
-        highest = tl.full([BLOCK], float("-inf"), dtype=tl.float64)
-        smallest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
-        for begin in range(0, count, BLOCK):  # all columns in one loop: nine loops would wait nine times as often
-            index = begin + tl.arange(0, BLOCK)
-            mask = index < count
-            nans += tl.load(here + 0 * num_chunks + index, mask=mask, other=0.0)
-            infs += tl.load(here + 1 * num_chunks + index, mask=mask, other=0.0)
-            zeros += tl.load(here + 2 * num_chunks + index, mask=mask, other=0.0)
-            deads += tl.load(here + 3 * num_chunks + index, mask=mask, other=0.0)
-            total += tl.load(here + 4 * num_chunks + index, mask=mask, other=0.0)
-            total_sq += tl.load(here + 5 * num_chunks + index, mask=mask, other=0.0)
-            lowest = tl.minimum(lowest, tl.load(here + 6 * num_chunks + index, mask=mask, other=float("inf")))
-            highest = tl.maximum(highest, tl.load(here + 7 * num_chunks + index, mask=mask, other=float("-inf")))
-            smallest = tl.minimum(smallest, tl.load(here + 8 * num_chunks + index, mask=mask, other=float("inf")))
-        missing = (tl.load(table + 2 + tensor) == 0) & (size > 0)
         true_sq = tl.sum(total_sq, axis=0) * scale * scale
         tl.store(row + 0, tl.where(missing, float("nan"), size.to(tl.float64)))
         tl.store(row + 1, tl.sum(nans, axis=0))
@@ -558,29 +558,16 @@ def fold(
         tl.store(row + 10, true_sq)
         tl.store(row + 11, tl.sum(nans, axis=0))
         tl.store(row + 12, tl.sum(infs, axis=0))
-    parameter = num_gradients + tensor
-    if parameter < num_tensors:
-        size = tl.load(tensors + parameter)
-        here = partials + tl.load(tensors + num_tensors + parameter)
-        count = tl.load(tensors + 2 * num_tensors + parameter).to(tl.int32)
+        if num_tensors == num_gradients:  # no parameters
+            tl.store(row + 13, float("nan"))
+            tl.store(row + 14, float("nan"))
+    else:
+        row = rows + (tensor - num_gradients) * NUM_COLUMNS
         scale = tl.load(parameter_scale)
-        nans = tl.zeros([BLOCK], dtype=tl.float64)
-        infs = tl.zeros([BLOCK], dtype=tl.float64)
-        total_sq = tl.zeros([BLOCK], dtype=tl.float64)
-        for begin in range(0, count, BLOCK):
-            index = begin + tl.arange(0, BLOCK)
-            mask = index < count
-            nans += tl.load(here + 0 * num_chunks + index, mask=mask, other=0.0)
-            infs += tl.load(here + 1 * num_chunks + index, mask=mask, other=0.0)
-            total_sq += tl.load(here + 5 * num_chunks + index, mask=mask, other=0.0)
-        missing = (tl.load(table + 2 + parameter) == 0) & (size > 0)
-        true_sq = tl.sum(total_sq, axis=0) * scale * scale
-        tl.store(row + 13, tl.where(missing, float("nan"), true_sq))
+        true_sq = tl.where(missing, float("nan"), tl.sum(total_sq, axis=0) * scale * scale)
+        tl.store(row + 13, true_sq)
         tl.store(row + 14, tl.where(missing, float("nan"), tl.sum(nans + infs, axis=0)))
         if num_gradients == 0:
-            tl.store(row + 10, tl.where(missing, float("nan"), true_sq))
+            tl.store(row + 10, true_sq)
             tl.store(row + 11, tl.sum(nans, axis=0))
             tl.store(row + 12, tl.sum(infs, axis=0))
-    else:
-        tl.store(row + 13, float("nan"))
-        tl.store(row + 14, float("nan"))

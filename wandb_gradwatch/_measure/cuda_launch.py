@@ -2,7 +2,7 @@
 
     table of addresses --> measure_chunks: one program per chunk
                        --> measure_carefully: the remaining chunks           --> partials [9, M]
-                       --> fold: one program per gradient and its parameter  --> rows [N, C]
+                       --> fold: one program per gradient or parameter       --> rows [N, C]
 
 The chunks depend only on sizes and dtypes, and are uploaded once per plan. A sample uploads only the addresses, and
 only if one changed (AddressTable). The kernels are in cuda.py, the plans in cuda_plan.py.
@@ -146,7 +146,7 @@ def launch(
     scales = (scale, plan.one if plan.num_gradients else scale)
     numbers = (plan.num_gradients, plan.num_tensors, num_chunks)
     shape = {"NUM_COLUMNS": NUM_COLUMNS, "BLOCK": FOLD_BLOCK}
-    queue(kernels.fold, plan.num_rows, table, plan.tensors, partials, *scales, rows_NC, *numbers, **shape)
+    queue(kernels.fold, plan.num_tensors, table, plan.tensors, partials, *scales, rows_NC, *numbers, **shape)
     return rows_NC, histogram_NB
 
 
