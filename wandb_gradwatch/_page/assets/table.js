@@ -67,15 +67,12 @@ function recorderSection() {
   const search = element("input", { type: "search", placeholder: "Find rows", "aria-label": "Find rows of the flight recorder" });
   const position = element("span", { class: "count" });
   const host = scrolled([], "tall");
-  const sort = { column: null, down: false };
   const isNumeric = columns.map((_, index) => rows.some((row) => typeof row[index] === "number"));
   let page = 0;
 
   function chosenRows() {
     const matches = matcher(search.value);
-    const found = search.value.trim() === "" ? rows : rows.filter((row) => row.some((cell) => matches(String(cell))));
-    const sign = sort.down ? -1 : 1;
-    return sort.column === null ? found : [...found].sort((a, b) => sign * compareCells(a[sort.column], b[sort.column]));
+    return search.value.trim() === "" ? rows : rows.filter((row) => row.some((cell) => matches(String(cell))));
   }
 
   function draw() {
@@ -83,23 +80,13 @@ function recorderSection() {
     const pages = Math.max(1, Math.ceil(found.length / ROWS_PER_PAGE));
     page = clamp(page, 0, pages - 1);
     const shown = found.slice(page * ROWS_PER_PAGE, (page + 1) * ROWS_PER_PAGE);
-    const head = columns.map((name, index) => {
-      const isSorted = sort.column === index;
-      const button = element("button", { type: "button", onclick: () => sortBy(index) }, name + (isSorted ? (sort.down ? " ↓" : " ↑") : ""));
-      return element("th", { scope: "col", class: isNumeric[index] ? null : "text", "aria-sort": isSorted ? (sort.down ? "descending" : "ascending") : null }, button);
-    });
+    const head = columns.map((name, index) => element("th", { scope: "col", class: isNumeric[index] ? null : "text" }, name));
     const cellOf = (cell, index) =>
       element("td", { class: (isNumeric[index] ? "" : "text") + (isAlarming(columns[index], cell) ? " alarming" : "") }, typeof cell === "number" ? formatNumber(cell, 5) : cell === null ? "–" : String(cell));
     host.replaceChildren(table(head, shown.map((row) => row.map(cellOf))));
     position.textContent = found.length ? `${page * ROWS_PER_PAGE + 1}–${page * ROWS_PER_PAGE + shown.length} of ${plural(found.length, "row")}` : "no rows";
     back.disabled = page === 0;
     forth.disabled = page === pages - 1;
-  }
-
-  function sortBy(column) {
-    sort.down = sort.column === column ? !sort.down : typeof rows[0]?.[column] === "number";
-    sort.column = column;
-    draw();
   }
 
   function turn(to) {
@@ -116,13 +103,6 @@ function recorderSection() {
   if (total > rows.length) picture.append(hint(`The first ${rows.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} rows are in this page.`));
   draw();
   return node;
-}
-
-function compareCells(a, b) {
-  if (typeof a === "number" && typeof b === "number") return a - b;
-  if (typeof a === "number") return -1;
-  if (typeof b === "number") return 1;
-  return String(a ?? "").localeCompare(String(b ?? ""), "en", { numeric: true });
 }
 
 function isAlarming(column, cell) {
