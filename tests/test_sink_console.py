@@ -41,7 +41,7 @@ def test_what_went_wrong_is_on_the_line() -> None:
         )
     )
     assert line == (
-        "step 2 (2 samples)  grad_norm 3.00e-08  max 1.00e-07  largest a 1.00e-07  NaN 1  Inf 1  clip_ratio 0  "
+        "step 2 (2 samples)  grad_norm 3e-8  max 1e-7  largest a 1e-7  NaN 1  Inf 1  clip_ratio 0  "
         "loss_scale 32768  skipped 1"
     )
 

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from .._analysis.formatting import number
 from ..rules import Alert
 from ..snapshot import Snapshot
 from ..snapshot._shapes import merge_snapshots
@@ -144,7 +145,7 @@ def summary_line(snapshot: Snapshot) -> str:
     largest = np.fmax.reduce(snapshot.grad_norm, axis=0)
     if not np.isnan(largest).all():
         worst = int(np.nanargmax(largest))
-        fields.append(f"largest {snapshot.names[worst]} {_number(float(largest[worst]))}")
+        fields.append(f"largest {snapshot.names[worst]} {number(float(largest[worst]))}")
     if snapshot.names:
         fields += _count("NaN", float(np.nansum(total.num_nan))) + _count("Inf", float(np.nansum(total.num_inf)))
     fields += _field("clip_ratio", snapshot.clip_ratio)
@@ -155,11 +156,7 @@ def summary_line(snapshot: Snapshot) -> str:
 
 
 def _field(name: str, value: float) -> list[str]:
-    return [] if np.isnan(value) else [f"{name} {_number(value)}"]
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.2e}"
+    return [] if np.isnan(value) else [f"{name} {number(value)}"]
 
 
 def _count(name: str, value: float) -> list[str]:

@@ -194,15 +194,16 @@ class HistoryRow:
             quantiles = self.whole.abs_quantile(list(keys.GRAD_ABS_QUANTILES.values()))[:, 0].tolist()
             quantiles_of_whole = dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True))
             scalars |= _present(quantiles_of_whole | forecast(self.whole))
-        for values in (self.summed, self.largest, _present(self.last)):
-            scalars |= values
-        return scalars
+        scalars |= self.summed | self.largest | _present(self.last)
+        if not self.namespace:
+            return scalars
+        return {keys.in_namespace(key, self.namespace): value for key, value in scalars.items()}
 
     def parts(self) -> list[dict[str, Any]]:
         """The dictionaries to log: one, or several where W&B's size limit requires it, each with the step."""
         import wandb
 
-        values: dict[str, Any] = in_namespace(self.scalars(), self.namespace)
+        values: dict[str, Any] = dict(self.scalars())
         sizes = [len(key) + _NUMBER_BYTES for key in values]  # approximate size in JSON
         drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
         for key, (counts, edges) in drawn.items():
@@ -319,11 +320,6 @@ class TableRow:
         table = wandb.Table(columns=[*self.columns], data=[*kinds.values()])
         table.data[:] = self.rows
         return [{keys.STEP: newest, keys.FLIGHT_RECORDER: table}]
-
-
-def in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number]:
-    """Insert a namespace into the model-wide keys; the step and the keys of layers stay as they are."""
-    return {keys.in_namespace(key, namespace): value for key, value in values.items()} if namespace else values
 
 
 def _reach(below_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> FloatArray:

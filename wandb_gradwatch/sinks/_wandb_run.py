@@ -9,7 +9,7 @@ from ..rules import Alert
 from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import GroupBy, group_function
 from ._base import Sink
-from ._history_row import Details, HistoryRow, Number, Rebinner, TableRow, in_namespace
+from ._history_row import Details, HistoryRow, Rebinner, TableRow
 from ._row_scheduler import RowScheduler, logger, row_scheduler_of
 
 MAX_METRICS: Final = 10_000  # W&B recommends fewer distinct metrics in a run
@@ -185,9 +185,8 @@ class WandbSink(Sink):
 
     def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:
         """Update the run's summary while rows are queued because the script seldom or never calls `run.log()`."""
-        scalars = row.scalars()
-        fresh: dict[str, Number] = {key: scalars[key] for key in (keys.STEP, *keys.SUMMARY) if key in scalars}
-        self.run.summary.update(in_namespace(fresh, self._namespace))
+        shown = {keys.in_namespace(key, self._namespace) for key in (keys.STEP, *keys.SUMMARY)}
+        self.run.summary.update({key: value for key, value in row.scalars().items() if key in shown})
         if row_scheduler.num_user_calls == 0 and row_scheduler.num_waiting >= _STARVED_WINDOWS:
             self._say(
                 "%d rows of gradients are queued because the script has not called run.log() yet. They are logged when "
