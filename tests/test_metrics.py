@@ -427,6 +427,23 @@ def test_several_numbers_under_one_key_never_shift_the_values_of_other_keys(said
     assert len([text for text in said() if "Vector" in text and "failed and is dropped" in text]) == 1
 
 
+@pytest.mark.parametrize("probe", [Updates, OptimizerState])
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_a_metric_of_updates_says_after_ten_samples_that_there_is_no_optimizer(probe, has_optimizer, said):
+    model = nn.Linear(2, 2)
+    watcher, sink = watch(model, [probe()])
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(12):
+        model(torch.ones(1, 2)).sum().backward()
+        if has_optimizer:
+            optimizer.step()
+        else:
+            watcher.mark_step()
+    assert bool(values(watcher, sink)) is has_optimizer
+    told = [text for text in said() if f"{probe.__name__}() has measured nothing in 10 samples" in text]
+    assert len(told) == (0 if has_optimizer else 1)
+
+
 def test_two_metrics_that_log_one_key_are_named_once_and_the_later_value_is_kept(said):
     model, few, many = nn.Linear(2, 2), Activations(dead_threshold=0.0), Activations(dead_threshold=9.0)
     watcher, sink = watch(model, [few, many])

@@ -314,6 +314,22 @@ def test_two_watchers_share_one_run_and_the_users_rows(offline_run: Any, namespa
         assert not together
 
 
+@pytest.mark.parametrize(("start_step", "num_told"), [(0, 1), (20, 0)], ids=["from step 1 on", "continued"])
+def test_trainings_of_one_run_that_repeat_its_steps_are_told_once(
+    start_step: int, num_told: int, offline_run: Any, said: Any
+) -> None:
+    for fold in range(3):
+        model = gradients.Chosen(a=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"sample_every": 1, "log_every": 10, "start_step": fold * start_step}
+        with wandb_gradwatch.watch(model, run=offline_run, **options):
+            for _ in range(20):
+                gradients.step(model, optimizer, a=[1.0])
+    told = [text for text in said() if "gradients up to step 20 of another training, and this one begins at" in text]
+    assert len(told) == num_told
+    assert len([text for text in said() if "of another training" in text]) == num_told
+
+
 def test_watch_unwatch_watch(offline_run: Any) -> None:
     for step in range(3):
         sink = WandbSink(offline_run)

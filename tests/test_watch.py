@@ -23,6 +23,23 @@ SGD = torch.optim.SGD
 
 
 @pytest.mark.parametrize(
+    ("others", "named", "words"),
+    [
+        (
+            (nn.MSELoss(),),
+            {"log": "all"},
+            "too many positional arguments. .* criterion, idx and log_graph do not exist",
+        ),
+        ((), {"log_freq": 100}, "unexpected keyword argument 'log_freq'. .* is log_every= here"),
+        ((nn.Linear(1, 1),), {}, "It takes one model, or a list or dict of models"),
+    ],
+)
+def test_arguments_of_wandb_watch_are_answered_with_ours(others, named, words):
+    with pytest.raises(TypeError, match=words):
+        wandb_gradwatch.watch(nn.Linear(1, 1), *others, **named, sinks=[])
+
+
+@pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
         ("model", {}, TypeError, "needs a torch.nn.Module, or a list or dict of them, but got str"),

@@ -1,5 +1,7 @@
 """watch(model): check the arguments and build the pipeline from the gradients to W&B."""
 
+import functools
+import inspect
 import itertools
 import logging
 import math
@@ -9,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from numbers import Integral
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +44,30 @@ COMPANIONS: Final[ContextVar[tuple[Watcher, ...]]] = ContextVar("gradwatch_compa
 _SINKS: Final = "sinks, derived from wandb_gradwatch.Sink"
 _WARMING_UP: Final = "gradwatch-warm-up"
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
+
+def _called_as_wandb_watch(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Let the TypeError for arguments that do not exist say what replaces those of `wandb.watch`."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"watch(): {error}. It takes one model, or a list or dict of models, and named arguments. Of the "
+                "arguments of wandb.watch, log_freq= (in backwards) is log_every= here (in optimizer steps), and "
+                "criterion, idx and log_graph do not exist: leave them out."
+            ) from None
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_called_as_wandb_watch
 def watch(
     model: Models,
     *,

@@ -48,7 +48,7 @@ class Updates(SubjectProbe, ParameterProbe):
         ValueError: by watch(): match matches nothing, or the matching parameters exceed max_mib.
     """
 
-    logs = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")})
+    logs, needs_optimizer = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}), True
 
     def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
         super().__init__(match)

@@ -172,15 +172,25 @@ class SubjectProbe(ModuleProbe):
 class ParameterProbe(ModuleProbe):
     """A probe of the parameters that match."""
 
+    needs_optimizer: ClassVar[bool] = False  # measures only updates that an optimizer makes
+
     def __init__(self, match: NameFilter | None = None) -> None:
         self._match = Match(match, f"{type(self).__name__}()")
         self._found: dict[str, Found] = {}  # in the open sample
+        self._empty_samples = 0  # consecutive samples in which nothing was measured
 
     def bind(self, models: ModuleIndex) -> None:
         self._match.require("parameter", models.watched_parameters())
 
     def take(self) -> Mapping[str, Found]:
         found, self._found = self._found, {}
+        self._empty_samples = 0 if found else self._empty_samples + 1
+        if self.needs_optimizer and self._empty_samples == _PATIENCE_IN_UPDATES:
+            self.say_once(
+                "has measured nothing in %d samples, because no optimizer updated the parameters that it matches. "
+                "Updates by code of your own are not measured; leave it out if there is no optimizer.",
+                _PATIENCE_IN_UPDATES,
+            )
         return found
 
 

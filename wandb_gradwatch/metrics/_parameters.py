@@ -108,6 +108,7 @@ class OptimizerState(ParameterProbe):
     """
 
     logs, brings = frozenset({(keys.OPTIMIZER_STATE, keys.STALE)}), (OutgrownUpdate,)
+    needs_optimizer = True
 
     def __init__(self, match: NameFilter | None = None) -> None:
         super().__init__(match)

@@ -84,6 +84,8 @@ class RowScheduler:
         self.ended = False
         self.failed = False  # a row could not be logged, and none will be from then on; the run itself goes on
         self.defined: set[str] = set()  # metric names and patterns that are defined in this run
+        self.last_steps: dict[str, int] = {}  # by namespace: the step of the newest row, of any training in this run
+        self.has_told_repeated = False  # that two trainings in this run have the same steps
         self.num_user_calls = 0
         self._run = run
         self._pid = os.getpid()

@@ -131,6 +131,20 @@ class WandbSink(Sink):
                 len(snapshot.metrics),
                 MAX_METRICS,
             )
+        first, last = int(snapshot.steps[0]), row_scheduler.last_steps.get(self._namespace, -1)
+        is_first_row = not self._told_names
+        if is_first_row and first <= last and not row_scheduler.has_told_repeated:
+            row_scheduler.has_told_repeated = True
+            self._say(
+                "W&B run %r already has gradients up to step %d of another training, and this one begins at step %d: "
+                "the charts draw both over the same steps. Give each training, such as a fold of a cross-validation, a "
+                "run of its own, or pass watch(..., start_step=%d) to continue after the other.",
+                self.run.id,
+                last,
+                first,
+                last,
+            )
+        row_scheduler.last_steps[self._namespace] = int(snapshot.steps[-1])
         grouped = self._grouping.apply(snapshot)
         self._tell_order(list(grouped.names))
         row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace)
