@@ -9,7 +9,6 @@ import shutil
 import sys
 import sysconfig
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -89,16 +88,6 @@ def read_corpus() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-@dataclass(frozen=True)
-class Training:
-    """The result of the training."""
-
-    run_folder: Path  # the folder of the run's file
-    steps: int  # optimizer steps done
-    interrupted: bool  # by Ctrl-C
-    summary: Summary  # the watcher's summary at the end
-
-
 def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) -> int:
     """Train, write the page, and print what was logged and where to look at it.
 
@@ -116,21 +105,24 @@ def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        training = _train(output, steps, online)
+        run_folder, num_done, summary = _train(output, steps, online)
     finally:
         torch.set_num_threads(threads)
     # The output below is read from the run's file, so the demo shows what was logged, not what should have been.
-    history = read_finished_run(training.run_folder)
+    history = read_finished_run(run_folder)
     page = output / PAGE_NAME
     write_page(history, page)
-    _say_what_was_logged(training, history)
-    _say_where_to_look(training.run_folder, page, online)
-    if training.interrupted:
+    if num_done < steps:
+        click.echo(f"  stopped by Ctrl-C at step {num_done}; what was logged until then is kept")
+    _say_what_was_logged(summary, history)
+    _say_where_to_look(run_folder, page, online)
+    if num_done < steps:
         return 130
     return 0 if len(history.steps) and history.alerts else 1
 
 
-def _train(output: Path, steps: int, online: bool) -> Training:
+def _train(output: Path, steps: int, online: bool) -> tuple[Path, int, Summary]:
+    """Return the folder of the run's file, the number of steps done before Ctrl-C, and the watcher's summary."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     corpus = read_corpus()
@@ -180,7 +172,7 @@ def _train(output: Path, steps: int, online: bool) -> Training:
                         bar.label = f"  loss {loss_now:.3f}"
                     bar.update(1)
             summary = watcher.summary()
-    return Training(Path(run.settings.sync_dir), done, done < steps, summary)
+    return Path(run.settings.sync_dir), done, summary
 
 
 def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -190,9 +182,7 @@ def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return pieces[:, :-1], pieces[:, 1:]
 
 
-def _say_what_was_logged(training: Training, history: RunHistory) -> None:
-    if training.interrupted:
-        click.echo(f"  stopped by Ctrl-C at step {training.steps}; what was logged until then is kept")
+def _say_what_was_logged(summary: Summary, history: RunHistory) -> None:
     num_rows = np.count_nonzero(np.isfinite(history.first_of(keys.GRAD_NORM)))  # without the flight recorder's table
     num_histograms = sum(len(series.steps) for series in history.histograms.values())
     click.echo(
@@ -200,7 +190,7 @@ def _say_what_was_logged(training: Training, history: RunHistory) -> None:
         f"({keys.GRADIENT_HISTOGRAMS}/*) of {len(history.histograms)} parameters"
     )
     title("watcher.summary()")
-    for line in str(training.summary).splitlines():
+    for line in str(summary).splitlines():
         click.echo(f"  {line}".rstrip())
     if history.alerts:
         title("Alerts in the run (W&B passes them on to Slack or e-mail)")

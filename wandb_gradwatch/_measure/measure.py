@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .._interruptions import raise_interruption
 from . import cpu_compiled
-from .columns import NUM_BINS, NUM_COLUMNS
 from .elements import Measurement
 
 # N tensors, C columns, B histogram bins
@@ -44,7 +43,7 @@ def measure(
     """Measure every gradient on its device, without waiting for the device.
 
     Args:
-        gradients: N tensors on one device, of any dtype and layout.
+        gradients: N tensors on one device, of any dtype and layout; N is at least 1.
         parameters: N tensors, for the parameter columns; None leaves these columns NaN.
         dead_threshold: an element with |g| <= this counts as dead.
         inverse_scale: a 0-dim float tensor on the device; all statistics are those of gradient * inverse_scale.
@@ -55,17 +54,9 @@ def measure(
         N rows, and with `histogram` N histograms.
 
     Raises:
-        ValueError: the backend is unknown, or the numbers of gradients and parameters differ.
+        ValueError: the backend is unknown.
         RuntimeError: the backend cannot run on the gradients' device.
     """
-    if parameters is not None and len(parameters) != len(gradients):
-        raise ValueError(f"measure() got {len(gradients)} gradients, but {len(parameters)} parameters")
-    if not gradients:
-        resolve_backend(backend, torch.device("cpu"), "nothing")
-        return Measurement(
-            torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device="cpu"),
-            torch.empty((0, NUM_BINS), dtype=torch.int64, device="cpu") if histogram else None,
-        )
     asked = {"dead_threshold": dead_threshold, "inverse_scale": inverse_scale, "histogram": histogram}
     measured: Measurement = _run("measure", backend, gradients, parameters, **asked)
     return measured
@@ -76,12 +67,8 @@ def measure_received(
 ) -> Tensor:
     """Measure only the received columns, in one cheap read: [N, 3]. Exact for squares of 1e20 and 1e-25, too.
 
-    Raises:
-        ValueError: the backend is unknown.
-        RuntimeError: the backend cannot run on the gradients' device.
+    Arguments and errors are those of `measure`.
     """
-    if not gradients:
-        return torch.empty((0, 3), dtype=torch.float64, device="cpu")
     result: Tensor = _run("measure_received", backend, gradients, inverse_scale=inverse_scale)
     return result
 
