@@ -42,18 +42,13 @@ def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, float]:
 
     Args:
         snapshot: a snapshot with a histogram; otherwise all shares are missing. Headroom covers all its samples.
-        scale: the loss scale to assume; a power of two.
+        scale: the loss scale to assume; a power of two, so that limits are bin edges.
 
     Returns:
         By the keys of a W&B row, NaN where a value is unknown: `underflow_ratio`, the share of the finite non-zero
         elements below the smallest normal number, which lose digits or become 0; `flush_ratio`, the share that become
         0; `headroom`, the octaves from the largest element to the format's largest number, negative if it overflows.
-
-    Raises:
-        ValueError: scale is not a positive power of two.
     """
-    if not (scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5):
-        raise ValueError(f"scale={scale!r} must be a positive power of two, so that limits are bin edges")
     counts_PM = snapshot.magnitude_histogram
     counts_M = [0] * (len(_EDGES) - 1) if counts_PM is None else np.add.reduce(counts_PM, axis=0).tolist()
     below = list(itertools.accumulate(counts_M, initial=0))
