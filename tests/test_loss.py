@@ -203,6 +203,25 @@ def test_the_loss_scale_is_divided_out_of_what_backward_was_called_on() -> None:
     assert sink.merged().metrics[LOSS].tolist() == [3.0, 3.0]
 
 
+def test_the_first_scaled_step_of_an_optimizer_that_stepped_without_a_scaler_has_the_loss_without_the_scale() -> None:
+    model = Chosen(a=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    watcher, sink = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for is_scaled in (False, True, True):
+        optimizer.zero_grad()
+        loss = model.loss(a=[3.0])
+        if is_scaled:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+    watcher.remove()
+    assert sink.merged().metrics[LOSS].tolist() == [3.0, 3.0, 3.0]
+
+
 def of_losses(losses: Sequence[float], norms: Sequence[float] | None = None) -> Snapshot:
     samples = of_norms([1.0] * len(losses) if norms is None else norms)
     return replace(samples, metrics={LOSS: np.asarray(losses, dtype=np.float64)})

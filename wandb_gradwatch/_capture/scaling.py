@@ -178,7 +178,8 @@ class LossScale:
         owners = map(self._optimizers.of_slot, slots)
         owner = next((optimizer for optimizer in owners if optimizer is not None), None)
         scaler = SCALERS.scaler_of(owner)
-        if owner is None and scaler is not None:
+        # An optimizer whose last step had no scaler may be about to make its first step with one.
+        if SCALERS.last_used is not None and (owner is None or scaler is None):
             self.assumed[LOSS] = scaler
         return self.of(scaler, device)
 
