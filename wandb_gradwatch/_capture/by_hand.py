@@ -70,8 +70,11 @@ class UpdatesByHand:
     def ended_in_hooks(self, reached: Collection[int], step: int) -> bool:
         """Whether other hooks have made the update inside the backward that has just ended.
 
-        If so, at most one of the gradients that the backward has reached is left.
+        If so, at most one of the gradients that the backward has reached is left. A loop that is known to reset its
+        gradients between backwards is not looked at again.
         """
+        if self.proven and not self.inside_backward:
+            return False
         gradients = [parameter.grad for slot, parameter in self._registry.scan() if slot in reached]
         num_left = sum(gradient is not None for gradient in gradients)
         if not num_left <= 1 < len(gradients):
@@ -108,8 +111,9 @@ class UpdatesByHand:
                 )
 
     def remember_parameters(self) -> None:
-        """Record the parameters' versions: a backward has ended."""
-        self._versions = self._registry.versions()
+        """Record the parameters' versions, as long as they matter: a backward has ended."""
+        if not self.proven:
+            self._versions = self._registry.versions()
 
     def has_updated(self) -> bool:
         """Whether parameters were written to since the last backward, or updates were inferred earlier."""
