@@ -143,9 +143,9 @@ class Wiring:
     def _carrying(self) -> Iterator[tuple[_Carried, list[Entry]]]:
         """Yield each entry of `_carried` that follows gradients, with their parameters."""
         if some := [carried for carried in self._carried.values() if carried.seen.slots]:
-            entries = self._parameter_registry.scan()
+            parameters = dict(self._parameter_registry.scan())
             for carried in some:
-                yield carried, [entry for entry in entries if entry[0] in carried.seen.slots]
+                yield carried, [(slot, parameters[slot]) for slot in carried.seen.slots if slot in parameters]
 
     def about_to_step(self, key: int) -> None:
         """Record the fact that an optimizer is about to use gradients that were not reset since its last step."""
