@@ -34,6 +34,7 @@ _AT_ONCE: Final = 100.0
 _CLEARLY: Final = 10.0  # multiple of the record reported at the second sample; less if it moves parameters, or stays
 _GROWS: Final = 1.5  # multiple of the largest norm since the rise began: a norm that still grows will not pass
 _STAYS: Final = 5  # samples in a row above the limit; no healthy spike below `_CLEARLY` lasts as long
+_OF_RECORD: Final = 0.25  # share of `deviations` that is added to the record, which is above the median already
 _WORTH_A_WORD: Final = 4.0  # multiple of the record from which a spike that has passed is reported, as INFO
 _MOVED: Final = 0.05  # share of the parameters' norm that an update moves; healthy, after the first steps: 2.5 %
 _MOVING: Final = 3  # updates in a row that moved parameters, as when a run begins: they excuse those after a spike
@@ -162,8 +163,9 @@ class ExplodingGradient(ShippedRule):
             default is above all healthy norms; the other limits find what is unusual for a run.
         record_factor: a norm below this multiple of the record is no explosion. None switches this check off.
         min_factor: a norm below this multiple of the median of the last 64 norms is no explosion. If norms scatter, as
-            with small batches and in reinforcement learning, this limit is higher.
-        deviations: standard deviations of the log norm between the median and the limit.
+            with small batches and in reinforcement learning, both limits are higher.
+        deviations: standard deviations of the log norm between the median and the limit; a quarter of them lies between
+            the record and the limit.
         first_factor: replaces both factors in the first 5 samples: a multiple of the largest norm so far (after one
             sample that moved no parameter at least 100), which grows with the square root of the steps between samples.
             Samples less than half that distance apart count as one.
@@ -229,7 +231,7 @@ class ExplodingGradient(ShippedRule):
             return survived
         far = self.deviations * _scatter(norms[:-1])
         usual = statistics.median(norms[:-1]) + max(math.log(self.min_factor), far)
-        return max(survived, usual)
+        return max(survived, past.record + _OF_RECORD * far, usual)
 
     def _judge(self, sample: Overview, past: _Past, moved: bool) -> _Found | None:
         """Return what is wrong with the total norm, or None, and add the norm to the history."""

@@ -23,6 +23,7 @@ from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRul
 # S samples, P watched parameters
 
 _EARLY: Final = 20  # first steps, in which parameters may move fast: adaptive optimizers begin with full steps
+_FROM_0: Final = 50  # steps after all weights were 0, as in a logistic regression, whose relative growth means nothing
 _SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # share of its norm that a weight loses per step, in so many updates in a row
 _NOTICED: Final = 0.01  # smallest change of a log norm per step that is looked at
 _OF_TYPICAL: Final = 0.3  # share of a typical weight, or of a small one (`small_squares`): smaller ones may shrink
@@ -81,6 +82,7 @@ class FastParameters(PerKindRule):
     )
     _left_sq: float = field(default=0.0, init=False)  # at least this share of the squared first norm is left
     _largest: PerName = field(default_factory=PerName, init=False, repr=False)
+    _step_at_0: float = field(default=-math.inf, init=False)  # the last step at which all weights were 0
 
     title: ClassVar[str] = "Parameters grow too fast"
     shrinking: ClassVar[str] = "Parameters shrink"
@@ -92,6 +94,10 @@ class FastParameters(PerKindRule):
         if sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
             return
         update, size_P = self._movement.see(snapshot.names, sample), sample.rows[:, Column.NUM_ELEMENTS]
+        if sample.weights_sq == 0:
+            self._step_at_0 = sample.step
+        if sample.step <= self._step_at_0 + _FROM_0:
+            return
         if sample.step - update.num_steps <= _EARLY < sample.step - 1:  # another limit held before
             self._recent.clear()
             self._ordinary.clear()
