@@ -24,14 +24,14 @@ DIM, HEADS, LENGTH, BATCH = 128, 4, 64, 16
 TEXT = "what is watched grows well; what grows too fast is watched and named before it is lost. " * 200
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(metrics.MonitorMixin, nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        metrics.log_attention(self, q, k, v, is_causal=True)  # does nothing unless this step is sampled
+        self.log_attention(q, k, v, is_causal=True)  # does nothing unless this step is sampled
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, Watcher
-from wandb_gradwatch.metrics import log_attention, log_tensor
+from wandb_gradwatch.metrics import MonitorMixin
 from wandb_gradwatch.metrics._metric import rules_of
 
 
@@ -75,7 +75,7 @@ class Passes(nn.Module):
         return self.inner(x) * self.gain
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(MonitorMixin, nn.Module):
     """Attention with two heads of four features, which logs its attention and a second tensor, "gate"."""
 
     def __init__(self, mask: Tensor | None = None) -> None:
@@ -84,6 +84,6 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        log_attention(self, q, k, v, is_causal=True, attn_mask=self.mask)
-        log_tensor(self, "gate", q * 2, dims={1: "head"})
+        self.log_attention(q, k, v, is_causal=True, attn_mask=self.mask)
+        self.log_tensor("gate", q * 2, dims={1: "head"})
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)

@@ -195,6 +195,21 @@ def test_view_says_where_the_rows_of_a_killed_script_that_logged_nothing_are(rec
     assert "sinks=[WandbSink(commit=True)]" in result.stdout
 
 
+def test_view_as_json_is_one_object(recorded: list[RunHistory]) -> None:
+    result = run("view", "wandb/latest-run", "--json", "--output", "p.html")
+    assert result.exit_code == 0
+    facts = json.loads(result.stdout)
+    assert facts == {
+        "page": str(Path("p.html").resolve()),
+        "run": "abcd1234",
+        "finished": True,
+        "rows": 2,
+        "names": ["head"],
+        "alerts": [{"title": "NaN gradient", "text": "NaN at step 50", "level": "ERROR", "step": 50}],
+        "notes": [],
+    }
+
+
 def test_view_of_several_runs_is_one_page(recorded: list[RunHistory]) -> None:
     recorded[:] = [make_history(), replace(make_history(rows=3), run_id="b")]
     result = run("view", "one", "other")
@@ -204,6 +219,8 @@ def test_view_of_several_runs_is_one_page(recorded: list[RunHistory]) -> None:
         "b  3 rows, 1 name, 1 alert",
         "gradwatch-abcd1234-b.html",
     ]
+    runs = json.loads(run("view", "one", "other", "--json").stdout)["runs"]
+    assert [facts["rows"] for facts in runs] == [3, 3]
     assert "--watch follows one run" in run("view", "one", "other", "--watch").output
 
 
@@ -308,7 +325,10 @@ def test_report_and_workspace_print_the_url(
     result = run(*arguments)
     assert result.exit_code == 0
     assert result.stdout == "https://host.example/made\n"
-    assert calls == [called]
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"url": "https://host.example/made"}
+    assert calls == [called, called]
 
 
 def test_doctor_as_json_names_every_requirement() -> None:

@@ -16,7 +16,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from wandb_gradwatch import metrics
-from wandb_gradwatch.metrics import Activations, Attention, Metric, NonFiniteActivation, Reference, Updates, log_tensor
+from wandb_gradwatch.metrics import (
+    Activations,
+    Attention,
+    Metric,
+    MonitorMixin,
+    NonFiniteActivation,
+    Reference,
+    Updates,
+    log_tensor,
+)
 from wandb_gradwatch.metrics._rows import STATISTICS
 from wandb_gradwatch.rules import NaNGradient
 
@@ -328,15 +337,15 @@ def test_a_gradient_that_is_not_finite_is_no_output_that_is_not_finite():
     assert "was the first that was not finite" not in alert.text
 
 
-class Gated(nn.Module):
+class Gated(MonitorMixin, nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
         gate = self.linear(x).sigmoid()
-        log_tensor(self, "gate", gate.detach().clone())
-        log_tensor(self, "heads", torch.arange(4.0).reshape(2, 2), dims={0: "head"})
+        self.log_tensor("gate", gate.detach().clone())
+        self.log_tensor("heads", torch.arange(4.0).reshape(2, 2), dims={0: "head"})
         return x * gate
 
 
@@ -380,7 +389,7 @@ def test_a_failure_in_a_forward_ends_the_probe_and_not_the_training(said):
 
 
 class HandsOver(nn.Module):
-    """A module that logs a tensor and an attention through the functions."""
+    """A module without MonitorMixin that logs a tensor and an attention through the functions."""
 
     def __init__(self):
         super().__init__()

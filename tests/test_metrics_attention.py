@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
-from wandb_gradwatch.metrics import Attention, EntropyCollapse, log_attention
+from wandb_gradwatch.metrics import Attention, EntropyCollapse, MonitorMixin, log_attention
 from wandb_gradwatch.metrics._attention import AttentionCall, weight_sums
 from wandb_gradwatch.snapshot import Snapshot
 
@@ -102,7 +102,7 @@ def test_logits_are_those_of_torchs_own_formula(is_causal, at_once, monkeypatch)
     np.testing.assert_allclose(sums[:, 4] / sums[:, 1], logits.logsumexp(-1).square().mean((0, 2)), rtol=1e-5)
 
 
-class Heads(nn.Module):
+class Heads(MonitorMixin, nn.Module):
     """The keys are ones and the queries are W times ones, so that every logit is W times the square root of 4."""
 
     def __init__(self):
@@ -111,7 +111,7 @@ class Heads(nn.Module):
 
     def forward(self, x):
         query = self.w * torch.ones(1, 2, 3, 4) * torch.tensor([1.0, -1.0])[:, None, None]
-        log_attention(self, query, torch.ones(1, 2, 3, 4))
+        self.log_attention(query, torch.ones(1, 2, 3, 4))
         return self.w * x
 
 

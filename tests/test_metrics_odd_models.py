@@ -17,13 +17,13 @@ from wandb_gradwatch.metrics import (
     Activations,
     Attention,
     Metric,
+    MonitorMixin,
     NoiseScale,
     OptimizerState,
     Ranks,
     Reference,
     Router,
     Updates,
-    log_tensor,
 )
 
 SGD = torch.optim.SGD
@@ -247,7 +247,7 @@ def test_an_evaluation_between_micro_batches_is_not_counted():
     assert values(watcher, sink)["activation/0/count"].tolist() == [4, 4]
 
 
-class Hands(nn.Module):
+class Hands(MonitorMixin, nn.Module):
     """Logs a boolean tensor, an empty tensor and an ordinary one."""
 
     def __init__(self) -> None:
@@ -255,9 +255,9 @@ class Hands(nn.Module):
         self.linear = nn.Linear(2, 2)
 
     def forward(self, x):
-        log_tensor(self, "mask", x > 0)
-        log_tensor(self, "nothing", x[:0])
-        log_tensor(self, "good", x)
+        self.log_tensor("mask", x > 0)
+        self.log_tensor("nothing", x[:0])
+        self.log_tensor("good", x)
         return self.linear(x)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import wandb_gradwatch
 from wandb_gradwatch import ConsoleSink
-from wandb_gradwatch.metrics import Activations, Attention, Metric, Reference, Updates, coordinate_check, log_attention
+from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, Reference, Updates, coordinate_check
 
 peer = pytest.importorskip("torch_module_monitor")
 peer_attention = pytest.importorskip("torch_module_monitor.attention").monitor_scaled_dot_product_attention
@@ -27,7 +27,7 @@ SGD = torch.optim.SGD
 DIM, HEADS = 16, 2
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(MonitorMixin, nn.Module):
     """Logs its attention to both monitors."""
 
     def __init__(self, dropout: float = 0.0) -> None:
@@ -36,7 +36,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        log_attention(self, q, k, v, is_causal=True)
+        self.log_attention(q, k, v, is_causal=True)
         if self.peer is not None:
             peer_attention(self.peer, "attention", q, k, v, is_causal=True, dropout_p=self.dropout)
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)

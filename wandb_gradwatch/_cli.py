@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from . import __version__
+from ._output import as_json
 
 PROGRAM: Final = "wandb-gradwatch"
 DEBUG_VARIABLE: Final = "WANDB_GRADWATCH_DEBUG"
@@ -117,7 +118,8 @@ def demo(context: click.Context, output: Path, steps: int | None, online: bool) 
 @click.option(
     "--watch", "watches", is_flag=True, help="Serve the page on this machine and follow the run until Ctrl-C."
 )
-def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool, watches: bool) -> None:
+@_json
+def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool, watches: bool, json: bool) -> None:
     """Write a self-contained HTML page about a run on this machine, finished or still running.
 
     PATH is a run's directory, its .wandb file, or wandb/. With several PATHs, the page compares the first run with each
@@ -127,7 +129,7 @@ def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool,
 
     if watches and others:
         raise click.UsageError("--watch follows one run; give one PATH")
-    run_view([path, *others], output, opens=opens, watches=watches)
+    run_view([path, *others], output, opens=opens, watches=watches, json=json)
 
 
 @main.command(epilog=_examples("diff", "wandb/offline-run-20250101_120000-abcd1234 wandb/latest-run"))
@@ -149,16 +151,21 @@ def _previewed(command: Callable[..., str]) -> Any:
     """Add the options of a command that can write a preview, and print the URL that the command returns."""
 
     @wraps(command)
-    def print_url(*, previews: bool, output: Path | None, **options: Any) -> None:
+    def print_url(*, previews: bool, output: Path | None, json: bool, **options: Any) -> None:
         if output is not None and not previews:
             raise click.UsageError(
                 "--output is where --dry-run writes the preview; add --dry-run, or leave out --output"
             )
-        click.echo(command(previews=previews, output=output, **options))
+        url = command(previews=previews, output=output, **options)
+        if json:
+            as_json({"url": url})
+        else:
+            click.echo(url)
 
     source = "The run's files on this machine, whose alerts go into the report.  [default: wandb/*-RUN here]"
     with_options: Any = print_url
     for option in (
+        _json,
         click.option("--output", type=_PATH, metavar="FILE", help="File for the preview."),
         click.option("--dry-run", "previews", is_flag=True, help="Write a preview page; send nothing."),
         click.option("--from", "path", type=_PATH, metavar="PATH", help=source),

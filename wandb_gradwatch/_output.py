@@ -13,12 +13,12 @@ LEVEL_COLOUR: Final = {"ERROR": "red", "WARN": "yellow", "INFO": "cyan"}
 _MAX_WIDTH: Final = 100  # longer lines are hard to read, even in a wide window
 
 
-def paragraph(text: str, indent: int = 2) -> None:
+def paragraph(text: str, indent: int = 2, *, err: bool = False) -> None:
     """Print wrapped text. Line breaks in the text are kept; paths and URLs are never broken."""
     width = max(min(shutil.get_terminal_size().columns, _MAX_WIDTH) - indent, 20)
     for line in text.splitlines():
         for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]:
-            click.echo(" " * indent + part)
+            click.echo(" " * indent + part, err=err)
 
 
 def pairs(labelled: Sequence[tuple[str, str]]) -> None:

@@ -24,11 +24,11 @@ DIFFERENT: Final = 1
 UNUSABLE: Final = 2
 
 
-def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches: bool) -> None:
-    """Run the command `view`."""
+def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches: bool, json: bool) -> None:
+    """Run the command `view`; with `json`, standard output gets one JSON object and nothing else."""
     progress = _say_progress if sys.stderr.isatty() else None
     if watches:
-        histories = [_watch(paths[0], progress, opens=opens)]
+        histories = [_watch(paths[0], progress, opens=opens, err=json)]
     else:
         histories = [read.read_run(path, progress=progress) for path in paths]
     target = output or Path()
@@ -36,43 +36,47 @@ def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches
         target /= f"gradwatch-{'-'.join(history.run_id for history in histories)}.html"
     page.write_page(histories[0], target, others=histories[1:])
     for history in histories:
-        _say_notes(history)
-    _say_contents(histories, target)
+        _say_notes(history, err=json)
+    if json:
+        of_runs = [_facts(history) for history in histories]
+        as_json({"page": str(target.resolve()), **(of_runs[0] if len(of_runs) == 1 else {"runs": of_runs})})
+    else:
+        _say_contents(histories, target)
     if opens and not watches:
-        _open(target.resolve().as_uri())
+        _open(target.resolve().as_uri(), err=json)
 
 
-def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool) -> RunHistory:
+def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, err: bool) -> RunHistory:
     """Serve the page until Ctrl-C, or until the run has finished and open pages have its end; return what was read."""
     reader = read.RunReader(read.find_run_file(path))
     reader.read_on(progress=progress)
     server = PageServer(reader.history())
     pause = POLL_SECONDS
     try:
-        click.echo(f"{server.address}  follows the run on this machine alone; Ctrl-C ends it")
+        click.echo(f"{server.address}  follows the run on this machine alone; Ctrl-C ends it", err=err)
         if opens:
-            _open(server.address)
+            _open(server.address, err=err)
         while not reader.finished:
             time.sleep(pause)
             started = time.monotonic()
             if reader.read_on():
                 server.update(history := reader.history())
                 rows_and_alerts = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
-                click.echo(f"{time.strftime('%H:%M:%S')}  {rows_and_alerts}")
+                click.echo(f"{time.strftime('%H:%M:%S')}  {rows_and_alerts}", err=err)
             pause = max(POLL_SECONDS, 4 * (time.monotonic() - started))
         deadline = time.monotonic() + LAST_LOOK_SECONDS
         while 0 <= server.fetched < server.version and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
     except KeyboardInterrupt:
-        click.echo()
+        click.echo("", err=err)
     finally:
         server.close()
     return server.history
 
 
-def _open(address: str) -> None:
+def _open(address: str, *, err: bool) -> None:
     if not webbrowser.open(address):
-        click.echo(f"no browser could be started; open {address} in a browser")
+        click.echo(f"no browser could be started; open {address} in a browser", err=err)
 
 
 def _say_progress(rows: int) -> None:
@@ -80,7 +84,7 @@ def _say_progress(rows: int) -> None:
     click.echo(f"\r  {rows} rows read\r", nl=False, err=True)
 
 
-def _say_notes(history: RunHistory) -> None:
+def _say_notes(history: RunHistory, *, err: bool) -> None:
     notes = list(history.notes)
     if history.num_rows and not len(history.steps):
         notes.append("The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init().")
@@ -91,7 +95,7 @@ def _say_notes(history: RunHistory) -> None:
             "watch(model, sinks=[WandbSink(commit=True)])."
         )
     for note in notes:
-        paragraph(note, indent=0)
+        paragraph(note, indent=0, err=err)
 
 
 def _say_contents(histories: Sequence[RunHistory], written: Path) -> None:
@@ -101,6 +105,17 @@ def _say_contents(histories: Sequence[RunHistory], written: Path) -> None:
         click.echo(f"{written if len(histories) == 1 else history.run_id}  {found}{alerts}")
     if len(histories) > 1:
         click.echo(str(written))
+
+
+def _facts(history: RunHistory) -> dict[str, object]:
+    return {
+        "run": history.run_id,
+        "finished": history.finished,
+        "rows": len(history.steps),
+        "names": history.names,
+        "alerts": [vars(alert) for alert in history.alerts],
+        "notes": list(history.notes),
+    }
 
 
 def _many(things: Sized, noun: str) -> str:

@@ -4,7 +4,7 @@ from ._activations import Activations, Router
 from ._attention import Attention
 from ._coordinate_check import CoordinateCheck, coordinate_check
 from ._distances import Reference, Updates
-from ._forward_hooks import log_attention, log_tensor
+from ._forward_hooks import MonitorMixin, log_attention, log_tensor
 from ._metric import Metric
 from ._module_probe import ModuleProbe
 from ._parameters import OptimizerState, Spectrum
@@ -21,7 +21,7 @@ from ._rules import (
 
 __all__ = [
     "Activations", "Attention", "CoordinateCheck", "DeadExperts", "EntropyCollapse", "GrowingLogits", "Metric",
-    "ModuleProbe", "NoiseScale", "NonFiniteActivation", "OptimizerState", "OutgrownUpdate", "Ranks",
+    "ModuleProbe", "MonitorMixin", "NoiseScale", "NonFiniteActivation", "OptimizerState", "OutgrownUpdate", "Ranks",
     "RanksDisagree", "Reference", "Router", "SlowRank", "Spectrum", "Updates", "coordinate_check", "log_attention",
     "log_tensor",
 ]  # fmt: skip

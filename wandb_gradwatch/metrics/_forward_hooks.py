@@ -219,7 +219,7 @@ def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = Non
 
 def _hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"log_tensor() and log_attention() need a torch.nn.Module, but got {type(module).__name__}")
+        raise TypeError(f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one")
     if torch.compiler.is_compiling() or not _open_hooks:
         return
     for hooks, on_logged in tuple(_open_hooks.items()):
@@ -271,8 +271,29 @@ def log_attention(
     _hand_over(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
 
 
+class MonitorMixin:
+    """Adds `log_tensor` and `log_attention` as methods to a module, for tensors inside its forward.
+
+    The functions of the same names work with any module. Calls do nothing unless the model is watched with a probe that
+    measures activations, and the step is sampled.
+
+    Example:
+        class SelfAttention(MonitorMixin, nn.Module):
+            def forward(self, x):
+                q, k, v = self.heads(self.qkv(x))               # [batch, head, position, feature] each
+                self.log_attention(q, k, v, is_causal=True)
+                self.log_tensor("gate", self.gate(x))
+                ...
+    """
+
+    log_tensor = log_tensor
+    log_attention = log_attention
+
+
 def hands_over(module: nn.Module) -> bool:
-    """Return whether a module's code logs tensors itself; their names are not known yet."""
+    """Return whether a module's code logs tensors itself, by mixin or function; their names are not known yet."""
+    if isinstance(module, MonitorMixin):
+        return True
     methods = (method for cls in type(module).__mro__ if cls is not nn.Module for method in vars(cls).values())
     codes = (code for method in methods if (code := getattr(method, "__code__", None)) is not None)
     return any({"log_tensor", "log_attention"} & {*code.co_names} for code in codes)
