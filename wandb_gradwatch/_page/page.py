@@ -133,10 +133,21 @@ def _hash(text: str) -> str:
 def visible_text(text: str) -> str:
     """Make invisible characters and those that change the text's direction visible: U+202E becomes ‹U+202E›."""
     hides = {char for char in set(text) - set("\n\t") if unicodedata.category(char) in ("Cf", "Cc", "Cs", "Co")}
-    return text.translate({ord(char): f"‹U+{ord(char):04X}›" for char in hides})
+    return "".join(f"‹U+{ord(char):04X}›" if char in hides else char for char in text)
+
+
+def _visible(content: Any) -> Any:
+    """Apply visible_text to every text in lists, tuples and dicts; ASCII texts stay unchanged."""
+    if isinstance(content, str):
+        return content if content.isascii() and content.isprintable() else visible_text(content)
+    if isinstance(content, dict):
+        return {key: _visible(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)) and any(isinstance(value, (str, list, tuple, dict)) for value in content):
+        return [_visible(value) for value in content]
+    return content
 
 
 def script_json(content: Any) -> str:
     """Return JSON that is safe inside a script element: no character can end the element, open another, or hide."""
-    text = visible_text(json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":")))
+    text = json.dumps(_visible(content), allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
