@@ -235,6 +235,18 @@ def test_the_row_of_a_flush_and_a_recording_contain_judged_samples_only(tmp_path
     assert load_recording(path).snapshot.steps.tolist() == list(range(1, 106))
 
 
+def test_sums_that_overflow_are_no_warning(recwarn):
+    torch.manual_seed(0)
+    model, sink = torch.nn.Linear(3, 2).double(), MemorySink()
+    with watch(model, sinks=[sink], rules=[], sample_every=1):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sum(5e153 * parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+    assert not list(recwarn)
+    assert sink.snapshots[-1].grad_norm.max() > 1e154
+    assert sink.snapshots[-1].total_grad_norm.tolist() == [math.inf]
+
+
 def test_samples_that_wait_are_written_if_the_monitor_fails(monkeypatch):
     loop = Loop(sinks=[sink := MemorySink()]).steps(104)
 

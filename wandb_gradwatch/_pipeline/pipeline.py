@@ -23,7 +23,7 @@ from .dispatcher import Dispatcher
 from .rank_merge import RankMerger, RankWindow
 from .rank_parts import RankParts, WholeModel
 from .rule_runner import RuleRunner
-from .waiting import WaitingSamples, totals
+from .waiting import WaitingSamples
 
 # P watched parameters, C columns
 
@@ -31,9 +31,6 @@ _UNUSUAL_GROWTH: Final = 3.0  # a norm that grew by this factor is unusual: more
 _KNOWN: Final = 4  # number of samples before one can be unusual
 # A larger norm may overflow in float16 clipping, which then multiplies by 0: zero_grad() was not called.
 _CLIPPED_TO_NOTHING: Final = 65504.0
-
-
-Action = Callable[..., None]
 
 
 @dataclass
@@ -137,7 +134,7 @@ class Pipeline:
         """
         raised: list[CallbackError] = []
 
-        def attempt(action: Action, *arguments: Any) -> None:
+        def attempt(action: Callable[..., None], *arguments: Any) -> None:
             try:
                 action(*arguments)
             except CallbackError as error:
@@ -174,7 +171,7 @@ class Pipeline:
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
         self._news.is_untraced |= sample.changed_without_a_trace
-        total_C = totals(sample.rows)
+        total_C = sample.total_C
         self._look(total_C)
         was_zeroed = False
         # Usually a single optimizer has received gradients for all parameters, and none was zeroed.

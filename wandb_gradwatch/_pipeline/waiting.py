@@ -4,25 +4,15 @@ import math
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from .._measure.columns import NONFINITE_COLUMNS, Column, FloatArray
+from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._transfer.transfers import ArrivedSample
 from ..snapshot import keys
-
-# P watched parameters, C columns
 
 LONGEST_WAIT: Final = 0.05  # seconds
 MOST_WAITING: Final = 16
 FIRST_ONE_BY_ONE: Final = 100  # samples after the start: most faults of a training show there
 
 _NONFINITE: Final = itemgetter(*NONFINITE_COLUMNS, Column.PARAM_NUM_NONFINITE)
-
-
-def totals(rows_PC: FloatArray) -> list[float]:
-    """Return the sums of rows over the parameters, without those that are missing: [C]."""
-    total_C: list[float] = np.add.reduce(rows_PC, axis=0).tolist()
-    return np.nansum(rows_PC, axis=0).tolist() if math.isnan(total_C[Column.GRAD_SUM_SQ]) else total_C
 
 
 class Notable(NamedTuple):
@@ -35,7 +25,7 @@ class Notable(NamedTuple):
 
 def notable(sample: ArrivedSample) -> Notable:
     """Return what may be notable about a sample."""
-    total_C = totals(sample.rows)
+    total_C = sample.total_C
     bad = sum(_NONFINITE(total_C)) + sample.metrics.get(keys.NUM_NONFINITE_LOSS, 0.0)
     has_gradient_P = sample.rows[:, Column.NUM_DEAD] < sample.rows[:, Column.NUM_ELEMENTS]
     is_sound = not bad > 0 and not sample.skipped and not sample.sample.left_out

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -82,6 +83,13 @@ class ArrivedSample:
     histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
     sums: Mapping[str, ArrivedSums] = field(default_factory=dict)
     changed_without_a_trace: bool = False
+
+    @cached_property
+    def total_C(self) -> list[float]:
+        """The sums of the rows over the parameters, as they arrived, without those that are missing: [C]."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            total_C: list[float] = np.add.reduce(self.rows, axis=0).tolist()
+            return np.nansum(self.rows, axis=0).tolist() if math.isnan(total_C[Column.GRAD_SUM_SQ]) else total_C
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class DeadGradient(PerKindRule):
     _dead: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules without any gradient
     _empty: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules whose input is 0
     _pauses: set[str] = field(default_factory=set, init=False, repr=False)  # modules without gradients in some samples
-    _told: set[str] = field(default_factory=set, init=False)  # modules that were dead in the last sample
+    _told: set[str] = field(default_factory=set, init=False, repr=False)  # modules that were dead in the last sample
     _least: float = field(default=0.0, init=False, repr=False)
 
     title: ClassVar[str] = "Dead gradient"
