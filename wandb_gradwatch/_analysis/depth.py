@@ -61,14 +61,14 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
     """
     # The rise of a line fitted to points is at most 1.5 times the range of the points.
     limit, column, trends = above ** (4 / 3), Column.GRAD_SUM_SQ, {}
-    for sample in snapshot.overview:
-        modules = modules_of(snapshot.names)
+    modules = modules_of(snapshot.names)
+    squares_SL = np.add.reduceat(snapshot.rows[:, modules.order, column], modules.starts, axis=1)
+    is_flat_S = np.max(squares_SL, axis=1) * (1 + _ROUNDING) < limit * np.min(squares_SL, axis=1)
+    for sample, is_flat in zip(snapshot.overview, is_flat_S.tolist(), strict=True):
         if sample.least[column] > LEAST_SUM_SQ:  # all are there, and above 0
-            squares_L = np.add.reduceat(sample.rows[modules.order, column], modules.starts)
-            squares = squares_L.tolist()
-            if max(squares) * (1 + _ROUNDING) < limit * min(squares):
+            if is_flat:
                 continue  # the usual case
-            log_factors_N = _log_factor_weights(modules.names) @ np.log(squares_L)
+            log_factors_N = _log_factor_weights(modules.names) @ np.log(squares_SL[sample.place])
             if np.maximum.reduce(log_factors_N, initial=-math.inf) < math.log(above) - _ROUNDING:
                 continue
         trend = trend_of(modules.names, module_norms(snapshot)[sample.place])

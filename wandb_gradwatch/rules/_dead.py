@@ -79,11 +79,7 @@ class DeadGradient(PerKindRule):
         if sample.norm < _ARRIVED * self._largest:
             return
         num_elements = sample.least[Column.NUM_ELEMENTS]
-        dead_P = (
-            sample.rows[:, Column.NUM_DEAD] / sample.rows[:, Column.NUM_ELEMENTS]
-            if num_elements > 0 and not sample.has_nonfinite
-            else snapshot.dead_ratio[sample.place]
-        )
+        dead_P = snapshot.dead_ratio[sample.place]
         self._recent.append(dead_P)
         self._steps.append(sample.step)
         if len(self._recent) > self.patience:

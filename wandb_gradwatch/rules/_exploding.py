@@ -22,7 +22,7 @@ from ..snapshot._overview import Overview
 from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, finding, values_of
 from ._parameters import JUMP
 
-# S samples, P watched parameters
+# S samples, P watched parameters, N queued samples
 
 _USUAL_WEIGHT: Final = 0.1  # weight of the newest healthy sample in the moving average of a parameter's log norm
 _WINDOW: Final = 64  # number of newest norms that define what is usual and are searched for a steady rise
@@ -252,8 +252,10 @@ class ExplodingGradient(ShippedRule):
             return self._below(past, log_norm, moved)
         # A rise that does not move the parameters is over soon if it only leads back to where the run began, as at the
         # edge of stability. If the loss does not rise with it, a plateau is left or a gate opens.
-        harms = log_norm > past.beginning + math.log(self.min_factor) and past.progress.may_have_risen()
-        rise = steady_growth(norms, factor=self.growth, every=gap) if self.growth and (moved or harms) else None
+        rise = None
+        if self.growth and log_norm - min(norms) >= math.log(self.growth):
+            harms = log_norm > past.beginning + math.log(self.min_factor) and past.progress.may_have_risen()
+            rise = steady_growth(norms, factor=self.growth, every=gap) if moved or harms else None
         if self.growth and rise is not None:
             more = " or more" if norms[-rise.num_samples] <= small else ""
             words = (
@@ -334,11 +336,15 @@ class ExplodingGradient(ShippedRule):
         self._unlearnt.append((snapshot.names, found, is_squares))
 
     def _work_out(self) -> None:
-        for then, found, is_squares in self._unlearnt:
-            usual_P, norm_P = self._usual.of(then), np.sqrt(found) if is_squares else found
-            log_P = np.log(norm_P, where=norm_P > 0, out=usual_P.copy())
-            np.copyto(usual_P, log_P, where=np.isnan(usual_P))
-            usual_P += _USUAL_WEIGHT * (log_P - usual_P)
+        for (then, is_squares), queued in itertools.groupby(self._unlearnt, operator.itemgetter(0, 2)):
+            usual_P, found_NP = self._usual.of(then), np.array([found_P for _, found_P, _ in queued])
+            norm_NP = np.sqrt(found_NP) if is_squares else found_NP
+            log_NP = np.log(norm_NP, where=norm_NP > 0, out=np.full_like(norm_NP, np.nan))
+            for log_P in log_NP:
+                if not is_squares:  # some are missing or 0
+                    np.copyto(log_P, usual_P, where=np.isnan(log_P))
+                np.copyto(usual_P, log_P, where=np.isnan(usual_P))
+                usual_P += _USUAL_WEIGHT * (log_P - usual_P)
         self._unlearnt.clear()
 
     def _alert(self, snapshot: Snapshot, sample: int, found: _Found) -> Alert:

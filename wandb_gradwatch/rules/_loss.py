@@ -1,6 +1,7 @@
 """Rule for the loss: a jump far above its recent level, or a fall below 0."""
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
@@ -130,7 +131,7 @@ class LossSpike(ShippedRule):
         self._block.append(loss)
         if len(self._block) < _BLOCK:
             return
-        median, least = float(np.median(self._block)), min(self._block)
+        median, least = statistics.median(self._block), min(self._block)
         self._num_rises = self._num_rises + 1 if median > self._last_block else 0
         self._block, self._last_block = [], median
         if self._num_rises >= _RISES and least > _FAR_ABOVE * self._first > 0:

@@ -264,9 +264,11 @@ def _is_nothing(rate: float, norm: float, sample: Overview, update: Update, *, i
     weights = math.sqrt(sample.sums[Column.PARAM_SUM_SQ])
     longest = rate * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
     is_short, is_coarse = rate * norm < _NOTHING * weights, longest < _BFLOAT16 * weights
+    if longest < _NOTHING * weights or not (is_first and (is_short or is_coarse)):
+        return longest < _NOTHING * weights  # the usual case
     large_P = sample.rows[:, Column.NUM_ELEMENTS] >= MIN_WEIGHTS  # rounding may double the change of a few elements
-    if longest < _NOTHING * weights or not (is_first and (is_short or is_coarse) and np.count_nonzero(large_P)):
-        return longest < _NOTHING * weights
+    if not large_P.any():
+        return False
     moved_P, norm_P = np.abs(np.sqrt(update.after) - np.sqrt(update.before)), np.sqrt(update.after)
     descends_P = moved_P <= rate * np.sqrt(sample.rows[:, Column.GRAD_SUM_SQ]) + _EXACT * norm_P
     if is_short and descends_P[large_P].all():
