@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 
@@ -167,6 +169,66 @@ def in_backward(model: Chosen) -> Iterator[None]:
         yield model.loss(a=[number], b=[1]).backward()
 
 
+def by_hand(model: Chosen, *, to_none: bool = True, parts: tuple[int, ...] = (1,)) -> Iterator[None]:
+    for number in range(1, STEPS + 1):
+        model.zero_grad(set_to_none=to_none)
+        for part in parts:
+            model.loss(a=[number * part], b=[1]).backward()
+        yield
+
+
+def by_hand_zeroed(model: Chosen) -> Iterator[None]:
+    yield from by_hand(model, to_none=False)
+
+
+def by_hand_accumulated(model: Chosen) -> Iterator[None]:
+    yield from by_hand(model, parts=(1, 2, 3))
+
+
+def by_hand_accumulated_and_zeroed(model: Chosen) -> Iterator[None]:
+    yield from by_hand(model, to_none=False, parts=(1, 2, 3))
+
+
+def by_hand_and_asked_for(model: Chosen) -> Iterator[None]:
+    """torch.autograd.grad() reaches the parameters too, but accumulates nothing."""
+    for _ in by_hand(model):
+        torch.autograd.grad(model.loss(a=[5], b=[5]), [model.a, model.b])
+        yield
+
+
+def by_hand_and_now_and_then_alone(model: Chosen) -> Iterator[None]:
+    """Only every other update uses a gradient of the second parameter."""
+    for number in range(1, STEPS + 1):
+        model.zero_grad()
+        yield model.loss(**({"a": [number]} | ({"b": [1]} if number % 2 else {}))).backward()
+
+
+def by_hand_and_frozen_later(model: Chosen) -> Iterator[None]:
+    for number, done in enumerate(by_hand(model), 1):
+        model.b.requires_grad_(number < STEPS // 2)
+        yield done
+
+
+def by_hand_and_then_not(model: Chosen) -> Iterator[None]:
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for number, done in enumerate(by_hand(model), 1):
+        if number >= STEPS // 2:
+            optimizer.step()
+        yield done
+
+
+LOOPS_WITHOUT_STEPS = [
+    in_backward,
+    by_hand,
+    by_hand_zeroed,
+    by_hand_accumulated,
+    by_hand_accumulated_and_zeroed,
+    by_hand_and_asked_for,
+    by_hand_and_now_and_then_alone,
+    by_hand_and_frozen_later,
+    by_hand_and_then_not,
+]
+
 LOOPS = [
     plain,
     nested,
@@ -191,21 +253,76 @@ def watched(loop, every):
     rests = 0
     for _ in loop(model):
         rests += watcher._sampler.counter is not None
-    assert watcher.step in (STEPS, STEPS - 1)  # a GAN's last step closes at the next backward, or at the end
+    # The last step of a GAN or of a loop by hand closes at the next backward, or at the end.
+    assert watcher.step in (STEPS, STEPS - 1)
+    watcher.remove()
+    assert watcher.step == STEPS
+    assert model.a._backward_hooks is None
     return samples(watcher, sink), rests
 
 
-@pytest.mark.parametrize("loop", [*LOOPS, in_backward])
+@pytest.mark.parametrize("loop", [*LOOPS, *LOOPS_WITHOUT_STEPS])
 def test_every_loop_has_the_same_steps_and_samples_with_rests(loop):
     all_of_them, none = watched(loop, 1)
     some, rests = watched(loop, 7)
     assert none == 0
-    assert (rests > STEPS / 4) is (loop is not in_backward)  # no rests while steps run inside the backward
+    assert (rests > STEPS / 4) is (loop is not by_hand_and_now_and_then_alone)  # irregular
     assert list(all_of_them.steps) == list(range(1, STEPS + 1))
     assert list(some.steps) == list(range(7, STEPS + 1, 7))
     at = slice(6, None, 7)
     for statistic in ("grad_norm", "num_inf", "total_grad_norm"):
         np.testing.assert_array_equal(getattr(some, statistic), getattr(all_of_them, statistic)[at])
+
+
+def test_an_exception_in_a_rest_between_backwards_is_reported_and_training_goes_on(monkeypatch, caplog):
+    def broken(*_, **__):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("wandb_gradwatch._capture.backward_rest.BackwardRest._backward_begins", broken)
+    model = Chosen(a=1, b=1)
+    watcher, _ = watch(model, sample_every=7)
+    assert sum(1 for _ in by_hand(model)) == STEPS
+    watcher.remove()
+    failures = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(failures) == 1
+    assert "a defect" in caplog.text
+    assert not model.a._backward_hooks
+    assert not model.b._backward_hooks
+
+
+def test_a_rest_between_backwards_keeps_no_model_alive():
+    model = Chosen(a=1, b=1)
+    watcher, _ = watch(model, sample_every=1000)
+    for _ in by_hand(model):
+        pass
+    assert watcher._sampler.counter is not None
+    parameter = weakref.ref(model.a)
+    gc.disable()
+    try:
+        del model
+        assert parameter() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("sample_every", [1, 7])
+def test_marked_updates_are_only_counted_in_a_rest(sample_every):
+    model = Chosen(a=1, b=1)
+    watcher, sink = watch(model, sample_every=sample_every, log_every=20)
+    rests = 0
+    for number in range(1, STEPS + 1):
+        model.zero_grad()
+        model.loss(a=[number], b=[1]).backward()
+        watcher.mark_step()
+        assert watcher.step == number
+        is_resting = watcher._sampler.counter is not None
+        assert [is_bare(model.a), is_bare(model.b)] == [is_resting] * 2
+        rests += is_resting
+    assert (rests > STEPS / 4) is (sample_every == 7)
+    watcher.remove()
+    some = samples(watcher, sink)
+    assert list(some.steps) == list(range(sample_every, STEPS + 1, sample_every))
+    assert some.grad_norm.tolist() == [[number, 1] for number in some.steps]
 
 
 def test_hooks_are_off_in_a_rest_and_on_for_the_sample():

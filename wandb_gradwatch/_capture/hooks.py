@@ -168,7 +168,7 @@ class BackwardHooks:
             if task not in self._armed:
                 if self._removed or task == self._of_grad:
                     return
-                if not _accumulates():
+                if not accumulates():
                     self._of_grad = task
                     return
                 self.arm(task, has_accumulated=False)
@@ -243,7 +243,7 @@ def _remove(hooks: _Hooks) -> None:
         handle.remove()
 
 
-def _accumulates() -> bool:
+def accumulates() -> bool:
     """Whether the current node accumulates into .grad: torch.autograd.grad() calls tensor hooks without doing so."""
     try:
         return bool(torch._C._will_engine_execute_node(torch._C._current_autograd_node()))

@@ -15,14 +15,24 @@ from torch.optim import Optimizer
 from .._runtime.autograd import num_nodes_made
 from .._runtime.error_boundary import contained
 from .._runtime.weak_ids import WeakKeyDictionary
+from .clock import Closed
 from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALERS, ScaledSteps
 from .spot_check import SpotCheck, spot_check_of
 
-_REGULAR: Final = 4  # number of consecutive samples that show the pattern of steps
-_LEAST: Final = 3  # least number of steps for which turning the hooks off and on pays
+REGULAR: Final = 4  # number of consecutive samples that show the pattern of steps
+LEAST: Final = 3  # least number of steps for which turning the hooks off and on pays
 _STRAY: Final = 100  # nested steps of unknown optimizers after which the outer step is taken to have raised
+
+
+def may_rest(parts: CaptureParts) -> bool:
+    """Whether nothing but the pattern of steps keeps the hooks on: the next sample is some steps away."""
+    if parts.schedule.is_sampled:  # the open step, or the next one if no step is open
+        return False
+    if parts.guard is not None or parts.clock.muted or parts.window.sent:
+        return False
+    return parts.schedule.wakes_at() - parts.clock.open_step >= LEAST + bool(parts.clock.stepped)
 
 
 class Rest:
@@ -41,22 +51,17 @@ class Rest:
         self._check_at = math.inf  # the step of the next check
         self._chosen_for = (-1, -1)  # the registry's version and the optimizer's key for which `_chosen` was chosen
 
-    def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
+    def sample_closed(self, closed: Closed) -> None:
         """Record which optimizers have made a sample."""
-        self._last = [] if inside_backward else [*self._last[1 - _REGULAR :], stepped]
+        self._last = [] if closed.inside_backward else [*self._last[1 - REGULAR :], closed.stepped]
 
     def is_worth_it(self) -> bool:
         """Whether the pattern of steps is regular and the next sample is some steps away."""
         parts, last = self._parts, self._last
-        if parts.schedule.is_sampled:  # the open step, or the next one if no step is open
-            return False
-        if parts.guard is not None or parts.by_hand.possible or parts.clock.muted or parts.window.sent:
-            return False
-        is_open = bool(parts.clock.stepped)
-        if len(last) < _REGULAR or parts.schedule.wakes_at() - parts.clock.open_step < _LEAST + is_open:
+        if len(last) < REGULAR or parts.by_hand.possible or not may_rest(parts):
             return False
         if frozenset.intersection(*last):
-            return not is_open
+            return not parts.clock.stepped
         return all(len(stepped) == 1 for stepped in last)  # every step was a sample of its own
 
     def begin(self, optimizer: Optimizer) -> bool:

@@ -23,6 +23,7 @@ from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, Listener
 from .._transfer.sample_buffer import SampleBuffer
+from .backward_rest import BackwardRest
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
 from .hooks import BackwardHooks
@@ -62,7 +63,8 @@ class Sampler(Listener):
         self._measurer = Measurer(parts, config, self._timer)
         self._sample = OpenSample(parts, self._measurer)
         self._rest = Rest(parts, self._sample)
-        self.counter: Rest | None = None  # counts steps while the hooks are off
+        self._backward_rest = BackwardRest(parts, self._sample)
+        self.counter: Rest | BackwardRest | None = None  # counts steps while the hooks are off
         self._inside_backward = False
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
@@ -87,6 +89,7 @@ class Sampler(Listener):
 
     def stop(self) -> None:
         """Remove every hook and wrapper. Idempotent."""
+        self._backward_rest.remove_witnesses()
         if current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company):
             self.boundary.run(self.parts.take_off_hooks, is_alone=True)  # it walks the model, which may fail
         self.boundary.stopped = True
@@ -138,6 +141,9 @@ class Sampler(Listener):
         self._inside_backward = False
         if self._clock.muted:
             return
+        if self.counter is not None:  # it has armed this call, or the user stops it
+            self.end_counting()
+            return
         self.parts.wiring.backward_ended()
         by_hand, parts, reached = self._by_hand, self.parts, self._hooks.reached
         is_update = is_first_in_hooks = False
@@ -167,6 +173,8 @@ class Sampler(Listener):
             self._close_update_by_hand()
         self.parts.wiring.without_a_step(self._clock.backwards, self._clock.open_step)
         self._deliver()
+        if self._backward_rest.is_worth_it() and self._backward_rest.begin():
+            self.counter = self._backward_rest
 
     def mute(self, muted: bool) -> None:
         self._clock.muted += 1 if muted else -1
@@ -322,10 +330,17 @@ class Sampler(Listener):
 
     def mark_step(self) -> None:
         """Close the open sample: the user has made an update."""
+        rest = self._backward_rest
+        if self.counter is rest and rest.marks():
+            if rest.is_over:
+                self.end_counting()
+            return
         self.end_counting()
         self.parts.optimizer_found()
         self._sample.updated_by_hand(self.parts.registry.scan())
         self._commit(self._clock.update())
+        if current_graph_task() == -1 and rest.is_worth_it(marked=True) and rest.begin(marked=True):
+            self.counter = rest
 
     def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
         """Close the sample of an update by hand. The entries still have the gradients that the update has used."""
@@ -338,6 +353,8 @@ class Sampler(Listener):
 
         With `final` and without an optimizer, the last backward counts as an update by hand.
         """
+        if self.counter is self._backward_rest and not self.parts.thread.is_another:
+            self.end_counting()
         if (final or not self.parts.thread.is_another) and (closed := self._clock.close()):
             self._commit(closed)
         elif self.parts.thread.is_another:
@@ -363,7 +380,8 @@ class Sampler(Listener):
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
             return
-        self._rest.sample_closed(closed.stepped, inside_backward=closed.inside_backward)
+        self._rest.sample_closed(closed)
+        self._backward_rest.sample_closed(closed)
         if self._guard is not None:
             self._guard.end_step(closed.step)
         if self._schedule.is_sampled:
