@@ -710,6 +710,22 @@ def test_a_learning_rate_that_changes_single_bits_only_is_next_to_nothing(rate: 
     assert [alert.text.startswith(words) for alert in UnchangedParameters().check(seen)] == [True, False][: len(told)]
 
 
+@pytest.mark.parametrize(("gradient", "rate", "told"), [(1e-7, 0.1, []), (1e-4, 1e-3, [26, 27])])
+def test_updates_are_short_at_the_end_of_a_converged_training_that_is_watched_again(
+    gradient: float, rate: float, told: list[int]
+) -> None:
+    """An overfitted batch: no gradient larger than the last 1e-7 of the weights was ever seen, and the rate is usual.
+
+    Both trainings move weights of 1 by some 1e-8 per step, so that only the gradient tells them apart.
+    """
+    moves = [1 + 0.5 * rate * gradient * s for s in range(1, 28)]
+    samples = [
+        sample_of({"a": np.full(64, gradient)}, step=s, parameters={"a": np.full(64, moved)})
+        for s, moved in enumerate(moves, 1)
+    ]
+    assert steps(UnchangedParameters(), measured(together(samples), learning_rate=[rate] * 27)) == told
+
+
 def test_a_schedule_that_ends_at_0_changes_nothing_in_its_last_steps_and_is_no_fault() -> None:
     """A half cosine over 100,000 steps from 1e-3: in the last 195, 3 times the rate is below 1e-8 of the norm, 2.83."""
     left = np.arange(200, 0, -1)

@@ -263,7 +263,8 @@ def _is_nothing(rate: float, norm: float, sample: Overview, update: Update, *, i
     """
     weights = math.sqrt(sample.sums[Column.PARAM_SUM_SQ])
     longest = rate * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
-    is_short, is_coarse = rate * norm < _NOTHING * weights, longest < _BFLOAT16 * weights
+    is_short = rate * norm < _NOTHING * weights and norm > _NEGLIGIBLE * weights  # a smaller one may have converged
+    is_coarse = longest < _BFLOAT16 * weights
     if longest < _NOTHING * weights or not (is_first and (is_short or is_coarse)):
         return longest < _NOTHING * weights  # the usual case
     large_P = sample.rows[:, Column.NUM_ELEMENTS] >= MIN_WEIGHTS  # rounding may double the change of a few elements
