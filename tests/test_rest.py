@@ -305,6 +305,24 @@ def test_a_rest_between_backwards_keeps_no_model_alive():
         gc.enable()
 
 
+def test_tensors_may_be_swapped_in_a_rest_between_backwards():
+    model = Chosen(a=1, b=1)
+    watcher, sink = watch(model, sample_every=1000, log_every=1000)
+    for _ in by_hand(model):
+        pass
+    assert watcher._sampler.counter is not None
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)  # fails for tensors that have weak references
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    watcher.flush()  # no backward has reached the swapped tensors' hooks
+    for _ in by_hand(model):
+        pass
+    watcher.remove()
+    assert watcher.step == 2 * STEPS
+
+
 @pytest.mark.parametrize("sample_every", [1, 7])
 def test_marked_updates_are_only_counted_in_a_rest(sample_every):
     model = Chosen(a=1, b=1)
@@ -481,7 +499,7 @@ def test_an_exception_in_a_rest_is_reported_once_and_training_goes_on(place, mon
     def broken(*_):
         raise ZeroDivisionError("in a rest")
 
-    monkeypatch.setattr(f"wandb_gradwatch._capture.rest.Rest.{place}", broken)
+    monkeypatch.setattr(f"wandb_gradwatch._capture.rest.StepRest.{place}", broken)
     for _ in range(15):
         step(model, optimizer, a=[1])
     assert model.a.item() == 1 - 60

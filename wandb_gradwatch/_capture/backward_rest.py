@@ -2,11 +2,11 @@
 
 Such updates follow from the backwards alone (gradients that are reset between two backwards, or an optimizer fused into
 the backward), or the user calls mark_step(). A rest needs several samples of the same parameters and optimizers. If
-both witnesses are replaced or frozen during a rest, nothing is counted until a flush(), step or mark_step() ends it.
+both witnesses are replaced, swapped or frozen during a rest, nothing is counted until a flush(), step or mark_step()
+ends it.
 """
 
 import time
-import weakref
 from typing import Any, Final
 
 import torch
@@ -15,26 +15,26 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from .._runtime.autograd import current_graph_task
-from .._runtime.error_boundary import contained, dynamo_disabled
+from .._runtime.error_boundary import dynamo_disabled
 from .._runtime.sharding import world_size
 from .clock import Closed
 from .gradient_versions import version_of
 from .hooks import accumulates
 from .open_sample import OpenSample
 from .parts import CaptureParts
-from .rest import REGULAR, may_rest
+from .rest import REGULAR, Rest
 
 _WITNESSES: Final = 2  # number of parameters that notice a backward: one of them may be frozen meanwhile
 
 
-class BackwardRest:
-    """Decides when to rest, counts samples by the backwards that reach two witnesses, and ends before the next sample.
+class BackwardRest(Rest):
+    """Counts samples by the backwards that reach two witnesses, or by calls of mark_step().
 
     It ends with the last backward before the sampled step: that backward arms the hooks' callback for its end.
     """
 
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
-        self._parts, self._clock, self._sample, self.boundary = parts, parts.clock, sample, parts.boundary
+        super().__init__(parts, sample)
         self._pattern: tuple[Any, ...] = ()  # what the last samples have in common
         self._num_alike = 0  # number of samples in a row with this pattern
         self._inside_backward = False  # whether every backward makes an update before it ends
@@ -55,7 +55,7 @@ class BackwardRest:
         A backward has ended or, with `marked`, the user has called mark_step().
         """
         parts = self._parts
-        if self._num_alike < REGULAR or parts.thread.has_company or not may_rest(parts):
+        if self._num_alike < REGULAR or parts.thread.has_company or not self._is_possible():
             return False
         if marked or self._inside_backward:
             return True
@@ -64,16 +64,12 @@ class BackwardRest:
 
     def begin(self, *, marked: bool = False) -> bool:
         """Turn the hooks off. Returns False if no parameter can be a witness of the backwards to come."""
-        parts, entries = self._parts, self._parts.registry.scan()
+        entries = self._parts.registry.scan()
         fit = [one for slot, one in entries if slot in self._reached and self._is_fit(one)]
         if not (marked or fit):
             return False
         self._counts_marks = marked
-        parts.clock.discard()
-        parts.take_off_hooks(is_alone=True)
-        parts.wiring.forget_gradients()
-        self.seconds_spent = 0.0
-        self._last_step = parts.schedule.wakes_at() - 1
+        self._turn_hooks_off()
         self._task = -1  # the graph task of the newest backward
         for one in () if marked else sorted(fit, key=torch.numel)[:_WITNESSES]:
             self._handles.append(one.register_hook(self._witness_of(one)))  # type: ignore[no-untyped-call]
@@ -85,10 +81,7 @@ class BackwardRest:
         return parameter.requires_grad and not is_replaced and self._parts.would_tell(parameter)
 
     def _witness_of(self, parameter: Tensor) -> Any:
-        gradient, owner = (
-            parameter.grad,
-            weakref.ref(parameter),
-        )  # a hook that holds its parameter keeps the model alive
+        gradient = parameter.grad
         # Which gradient the next backward adds to, and its version then, unless it is reset or replaced before.
         expected = None if gradient is None else (id(gradient), version_of(gradient))
 
@@ -96,7 +89,7 @@ class BackwardRest:
         @dynamo_disabled
         def backward_begins(_: Tensor) -> None:
             nonlocal expected
-            if (parameter := owner()) is None or not accumulates():
+            if not accumulates():
                 return
             began = time.perf_counter()
             gradient = parameter.grad
@@ -128,15 +121,9 @@ class BackwardRest:
         while self._handles:
             self._handles.pop().remove()
 
-    @contained
-    def end(self, before_step_of: Optimizer | None) -> None:
-        """Turn the hooks on again, after a backward or before a step of an optimizer that is not part of one."""
+    def _turn_hooks_on(self, *, before_step: bool) -> None:
         parts, clock = self._parts, self._clock
-        if before_step_of is not None:
-            parts.thread.step_begins()
         self.remove_witnesses()
-        self.boundary.seconds_spent += self.seconds_spent
-        parts.schedule.seconds_on_counting += self.seconds_spent
         entries = parts.follow()
         self._sample.begin()
         clock.discard()
@@ -144,7 +131,7 @@ class BackwardRest:
             self._sample.mark_present(entries)
             parts.seen.note(entries)
             clock.backwards = 1
-        elif before_step_of is not None:
+        elif before_step:
             self._sample.mark_present(entries)
         if clock.open_step <= self._last_step:  # something irregular has ended it
             self._num_alike = 0
@@ -156,23 +143,6 @@ class BackwardRest:
         self._clock.step += 1
         return True
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the next step is sampled."""
-        return self._clock.step >= self._last_step
-
-    def begins(self, _: Optimizer) -> bool:
+    def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step. Returns whether the rest goes on: the step is part of a backward."""
         return self._inside_backward and current_graph_task() != -1
-
-    def ends(self, _: Optimizer) -> bool:
-        """An optimizer has stepped. Only a backward or mark_step() ends this rest."""
-        return False
-
-    def skips(self, _: Optimizer) -> bool:
-        """A scaler has skipped the step of an optimizer, which makes no update of this loop."""
-        return False
-
-    def finds_at_clipping(self) -> bool:
-        """One of torch's functions is about to clip gradients, which are not looked at."""
-        return False

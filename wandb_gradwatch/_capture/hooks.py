@@ -108,7 +108,9 @@ class BackwardHooks:
                 current[number] = hooks
             elif parameter.is_leaf:
                 hooks = self._kept.get(number)
-                if hooks is not None and parameter._backward_hooks is None:  # works for a frozen parameter too
+                # Works for a frozen parameter too. Other hooks that were removed leave an empty dictionary, which
+                # torch does not look at any more if the tensor was swapped.
+                if hooks is not None and not parameter._backward_hooks:
                     parameter._backward_hooks, hooks.slot[0] = hooks.table, slot
                 elif parameter.requires_grad:
                     hooks = self._hooks[number] = self._register(slot, parameter)  # stored at once: Ctrl-C may follow

@@ -1,8 +1,8 @@
-"""Rests between samples: the hooks on parameters are off, and optimizer steps are only counted.
+"""Rests between samples: the hooks on parameters are off, and updates are only counted.
 
-A rest needs a regular pattern of steps: some optimizer had a part in every one of the last samples, or each sample was
-made by a single optimizer (as in a GAN). Anything else ends the rest, such as a step of another optimizer that updates
-watched parameters.
+Usually the steps of optimizers are counted. Such a rest needs a regular pattern of steps: some optimizer had a part in
+every one of the last samples, or each sample was made by a single optimizer (as in a GAN). Anything else ends the rest,
+such as a step of another optimizer that updates watched parameters. backward_rest.py contains the rest of other loops.
 """
 
 import math
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import num_nodes_made
 from .._runtime.error_boundary import contained
+from .._runtime.steps import StepCounter
 from .._runtime.weak_ids import WeakKeyDictionary
 from .clock import Closed
 from .open_sample import OpenSample
@@ -26,28 +27,69 @@ LEAST: Final = 3  # least number of steps for which turning the hooks off and on
 _STRAY: Final = 100  # nested steps of unknown optimizers after which the outer step is taken to have raised
 
 
-def may_rest(parts: CaptureParts) -> bool:
-    """Whether nothing but the pattern of steps keeps the hooks on: the next sample is some steps away."""
-    if parts.schedule.is_sampled:  # the open step, or the next one if no step is open
+class Rest(StepCounter):
+    """Decides when to rest, counts samples meanwhile, and ends before the next sample."""
+
+    def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
+        self._parts, self._clock, self._sample, self.boundary = parts, parts.clock, sample, parts.boundary
+        self._last_step = -1  # the last step that the rest counts
+        self.seconds_spent = 0.0  # on counting
+
+    def _is_possible(self) -> bool:
+        """Whether nothing but the pattern of steps keeps the hooks on: the next sample is some steps away."""
+        parts = self._parts
+        if parts.schedule.is_sampled:  # the open step, or the next one if no step is open
+            return False
+        if parts.guard is not None or parts.clock.muted or parts.window.sent:
+            return False
+        return parts.schedule.wakes_at() - parts.clock.open_step >= LEAST + bool(parts.clock.stepped)
+
+    def _turn_hooks_off(self) -> None:
+        parts = self._parts
+        parts.clock.discard()
+        parts.take_off_hooks(is_alone=not parts.thread.has_company)
+        parts.wiring.forget_gradients()
+        self.seconds_spent, self._last_step = 0.0, parts.schedule.wakes_at() - 1
+
+    @contained
+    def end(self, *, before_step: bool) -> None:
+        """Turn the hooks on again. `before_step`: because an optimizer is about to make a step that is not counted."""
+        if before_step:
+            self._parts.thread.step_begins()
+        self.boundary.seconds_spent += self.seconds_spent
+        self._parts.schedule.seconds_on_counting += self.seconds_spent
+        self._turn_hooks_on(before_step=before_step)
+
+    def _turn_hooks_on(self, *, before_step: bool) -> None:
+        """Follow the parameters and open the next sample, whose gradients may already be there."""
+        raise NotImplementedError
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next step is sampled."""
+        return self._clock.step >= self._last_step
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """A scaler has skipped the step of an optimizer. Returns whether the rest is over."""
         return False
-    if parts.guard is not None or parts.clock.muted or parts.window.sent:
+
+    def finds_at_clipping(self) -> bool:
+        """One of torch's functions is about to clip gradients. Returns whether the rest is over."""
         return False
-    return parts.schedule.wakes_at() - parts.clock.open_step >= LEAST + bool(parts.clock.stepped)
 
 
-class Rest:
-    """Decides when to rest, counts samples by the steps of optimizers meanwhile, and ends before the next sample.
+class StepRest(Rest):
+    """Counts samples by the steps of optimizers.
 
     Few calls and few objects matter more here than little arithmetic: between two steps of a training all of this
     leaves the processor's caches.
     """
 
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
-        self._parts, self._clock, self._sample, self.boundary = parts, parts.clock, sample, parts.boundary
+        super().__init__(parts, sample)
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
         self._chosen: SpotCheck | None = None
         self._spot_check: SpotCheck | None = None  # the one in use during the rest, and at the step right after it
-        self._last_step = -1  # the last step that the rest counts
         self._check_at = math.inf  # the step of the next check
         self._chosen_for = (-1, -1)  # the registry's version and the optimizer's key for which `_chosen` was chosen
 
@@ -58,7 +100,7 @@ class Rest:
     def is_worth_it(self) -> bool:
         """Whether the pattern of steps is regular and the next sample is some steps away."""
         parts, last = self._parts, self._last
-        if len(last) < REGULAR or parts.by_hand.possible or not may_rest(parts):
+        if len(last) < REGULAR or parts.by_hand.possible or not self._is_possible():
             return False
         if frozenset.intersection(*last):
             return not parts.clock.stepped
@@ -76,11 +118,8 @@ class Rest:
         self._has_found = False  # whether it has found one
         check = self._spot_check
         self._check_at = math.inf if check is None else min(self._check_at, self._clock.step + check.every)
-        parts.clock.discard()
-        parts.take_off_hooks(is_alone=not parts.thread.has_company)
-        parts.wiring.forget_gradients()
-        self.seconds_spent = 0.0
-        self._first_step, self._last_step = self._clock.step, parts.schedule.wakes_at() - 1
+        self._turn_hooks_off()
+        self._first_step = self._clock.step
         self._thread, self._last_node = get_ident(), num_nodes_made()
         self._is_only_one = parts.optimizers.num_known == 1  # no other optimizer owns a watched parameter
         # The optimizers whose steps are counted, with their keys; a step of another one ends the rest.
@@ -110,16 +149,7 @@ class Rest:
             self._chosen.at_clipping = self._sample.is_clipped_by_torch
         return self._chosen
 
-    @contained
-    def end(self, before_step_of: Optimizer | None) -> None:
-        """Turn the hooks on again.
-
-        If an optimizer is about to step, a backward may have run since the last counted step without any hook.
-        """
-        if before_step_of is not None:
-            self._parts.thread.step_begins()
-        self.boundary.seconds_spent += self.seconds_spent
-        self._parts.schedule.seconds_on_counting += self.seconds_spent
+    def _turn_hooks_on(self, *, before_step: bool) -> None:
         if self._clock.step > self._first_step:
             self._clock.counted(self._made_last)
         entries = self._parts.follow()
@@ -128,7 +158,8 @@ class Rest:
         self._sample.begin()
         if self._has_found:
             self._sample.measure_found(entries)
-        elif before_step_of is not None and self._last_node != num_nodes_made():  # a forward has run since
+        elif before_step and self._last_node != num_nodes_made():
+            # A forward has run since the last counted step, and perhaps a backward without any hook.
             self._sample.mark_present(entries)
 
     def begins(self, optimizer: Optimizer) -> bool:
@@ -148,7 +179,6 @@ class Rest:
         return True
 
     def finds_at_clipping(self) -> bool:
-        """One of torch's functions is about to clip gradients. Returns whether the rest is over."""
         if self._clock.step + 1 < self._check_at:
             return False
         began = time.perf_counter()
@@ -175,7 +205,6 @@ class Rest:
         return self._has_found
 
     def ends(self, optimizer: Optimizer) -> bool:
-        """An optimizer has stepped. Returns whether the rest is over."""
         maker = self._under_way
         if maker is None or self._makers.get(optimizer) is not maker:
             return False
@@ -188,7 +217,6 @@ class Rest:
         return self._clock.step >= self._last_step
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """A scaler has skipped the step of an optimizer. Returns whether the rest is over."""
         self._under_way = self._makers.get(optimizer)
         return self.ends(optimizer)
 

@@ -32,7 +32,7 @@ from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
 from .probes import Probe
-from .rest import Rest
+from .rest import Rest, StepRest
 from .scaling import SCALERS
 from .schedule import RankPlans
 
@@ -62,9 +62,9 @@ class Sampler(Listener):
         self._timer = DeviceTimer()
         self._measurer = Measurer(parts, config, self._timer)
         self._sample = OpenSample(parts, self._measurer)
-        self._rest = Rest(parts, self._sample)
+        self._step_rest = StepRest(parts, self._sample)
         self._backward_rest = BackwardRest(parts, self._sample)
-        self.counter: Rest | BackwardRest | None = None  # counts steps while the hooks are off
+        self.counter: Rest | None = None  # counts steps while the hooks are off
         self._inside_backward = False
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
@@ -179,10 +179,10 @@ class Sampler(Listener):
     def mute(self, muted: bool) -> None:
         self._clock.muted += 1 if muted else -1
 
-    def end_counting(self, *, before_step_of: Optimizer | None = None) -> None:
+    def end_counting(self, *, before_step: bool = False) -> None:
         rest, self.counter = self.counter, None
         if rest is not None:
-            rest.end(before_step_of)
+            rest.end(before_step=before_step)
 
     def counting_failed(self, error: Exception) -> None:
         self.boundary.fail(error)
@@ -199,7 +199,7 @@ class Sampler(Listener):
         if follows:
             self.parts.thread.step_begins()
         if follows or has_lost_all:
-            self.end_counting(before_step_of=optimizer)
+            self.end_counting(before_step=True)
             self.parts.follow()
         if has_lost_all or (not follows and self._by_hand.possible and self._clock.marked):
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
@@ -238,7 +238,7 @@ class Sampler(Listener):
             if not self.parts.is_measured:  # a measured step must not take them for what a backward has left
                 self.parts.seen.note(entries)
         self.parts.loss.settle()
-        self._rest.check_after_it(at_clipping=False)
+        self._step_rest.check_after_it(at_clipping=False)
         if self.parts.is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
@@ -274,9 +274,9 @@ class Sampler(Listener):
             self._sample.after_update(optimizer)
         self.parts.wiring.stepped(optimizer, key, self._clock.open_step)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
-        if not inside_backward and current_graph_task() == -1 and self._rest.is_worth_it():
+        if not inside_backward and current_graph_task() == -1 and self._step_rest.is_worth_it():
             self._commit(self._clock.close())  # as the next backward would
-            self.counter = self._rest if self._rest.begin(optimizer) else None
+            self.counter = self._step_rest if self._step_rest.begin(optimizer) else None
 
     @contained
     def step_skipped(self, optimizer: Optimizer) -> None:
@@ -312,7 +312,7 @@ class Sampler(Listener):
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
         try:
             if self.counter is None:
-                self._rest.check_after_it(at_clipping=True)
+                self._step_rest.check_after_it(at_clipping=True)
             elif self.counter.finds_at_clipping():
                 self.end_counting()
         except Exception as error:
@@ -380,7 +380,7 @@ class Sampler(Listener):
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
             return
-        self._rest.sample_closed(closed)
+        self._step_rest.sample_closed(closed)
         self._backward_rest.sample_closed(closed)
         if self._guard is not None:
             self._guard.end_step(closed.step)

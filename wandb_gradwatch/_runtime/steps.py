@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,14 +32,16 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class StepCounter(Protocol):
-    """Counts steps in place of a listener, with as few calls as possible."""
+class StepCounter:
+    """Counts steps in place of a listener, with as few calls as possible. This one counts none."""
 
     def begins(self, optimizer: Optimizer) -> bool:
         """Called before a step: whether the step is only counted, or is a part of a step that is only counted."""
+        return False
 
     def ends(self, optimizer: Optimizer) -> bool:
         """Called after a step, counted or not: whether counting ends."""
+        return False
 
 
 class Listener:
@@ -51,7 +53,7 @@ class Listener:
         """Whether this optimizer updates watched parameters. Called before every step, so it must be cheap."""
         return False
 
-    def end_counting(self, *, before_step_of: Optimizer | None = None) -> None:
+    def end_counting(self, *, before_step: bool = False) -> None:
         """Stop counting: `counter.ends` returned True, or an optimizer is about to step that is not counted."""
 
     def counting_failed(self, error: Exception) -> None:
@@ -204,7 +206,7 @@ class StepHooks(Listeners):
             except Exception as error:
                 listener.counting_failed(error)
             if listener.follows(optimizer):
-                listener.end_counting(before_step_of=optimizer)
+                listener.end_counting(before_step=True)
                 listeners.append(listener)
         if not listeners:
             return None
