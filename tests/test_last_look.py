@@ -11,7 +11,7 @@ from gradients import Chosen, step, watch
 from torch.optim import SGD
 
 from wandb_gradwatch import Watcher
-from wandb_gradwatch._capture import sampler
+from wandb_gradwatch._capture import wiring
 
 
 def told(broken_at: int | None, *, sample_every: int, steps: int = 15, ask: object = Watcher.remove) -> list[tuple]:
@@ -74,7 +74,7 @@ def test_parameters_that_hold_nothing_are_not_asked() -> None:
 def test_nothing_is_looked_at_while_another_thread_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be giving a parameter's memory back: what was asked for is told when that thread is done."""
     looks: list[object] = []
-    monkeypatch.setattr(sampler, "slots_that_are_broken", lambda entries: looks.append(entries) or [])
+    monkeypatch.setattr(wiring, "_slots_that_are_broken", lambda entries: looks.append(entries) or [])
     model = Chosen(a=2, b=3)
     watcher, _ = watch(model, sample_every=1000)
     has_stepped, may_end = threading.Event(), threading.Event()

@@ -307,7 +307,7 @@ def test_a_rest_between_backwards_keeps_no_model_alive():
 
 def test_tensors_may_be_swapped_in_a_rest_between_backwards():
     model = Chosen(a=1, b=1)
-    watcher, sink = watch(model, sample_every=1000, log_every=1000)
+    watcher, _ = watch(model, sample_every=1000, log_every=1000)
     for _ in by_hand(model):
         pass
     assert watcher._sampler.counter is not None

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .._measure.columns import NUM_COLUMNS, SCALE_POWER, Column
@@ -223,16 +222,3 @@ def _group(scaler: GradScaler | None, entries: Sequence[Entry], held: list[Tenso
         gradients = list(map(local_gradient, parameters))
         parameters = list(map(local_part, parameters))
     return _Group(scaler, held[0].device, slots, held, gradients, parameters)
-
-
-def slots_that_are_broken(entries: Iterable[Entry]) -> list[int]:
-    """Return the slots of the parameters that hold NaN or Inf. Waits for the device."""
-    of_device: dict[torch.device, list[Entry]] = {}
-    for slot, parameter in entries:
-        if not (is_lazy(parameter) or parameter.is_meta):  # they hold no values yet
-            of_device.setdefault(parameter.device, []).append((slot, parameter))
-    broken: list[int] = []
-    for here in of_device.values():
-        counts = measure_received([parameter for _, parameter in here])[:, 1:].sum(dim=1).tolist()
-        broken += [slot for (slot, _), count in zip(here, counts, strict=True) if count]
-    return sorted(broken)

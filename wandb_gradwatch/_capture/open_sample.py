@@ -61,6 +61,17 @@ class OpenSample:
         self._measurer.measure(present)
         self._drop_zeros_among(present)
 
+    @contained
+    def gradient_arrived(self, slot: int, parameter: Tensor) -> None:
+        """Measure a parameter's gradient inside the backward, before other hooks use it."""
+        parts, gradient = self._parts, parameter.grad
+        if gradient is None:
+            return
+        if parts.by_hand.inside_backward:
+            self.measure_present([(slot, parameter)])
+        if parts.probes.look_inside and parts.schedule.is_sampled and parts.shards.is_whole(parameter):
+            parts.probes.tell(Probe.gradient_arrived, parts.registry.names[slot], gradient.detach())
+
     def measure_found(self, entries: Sequence[Entry]) -> None:
         """Measure the gradients of a backward that ran without hooks, because a spot check has found one unusual.
 
@@ -321,7 +332,7 @@ class OpenSample:
             if not_stepped:
                 parts.window.clear(not_stepped)
                 parts.optimizers.left_out.update(closed.marked.intersection(not_stepped))
-            parts.wiring.sample_closed(closed.marked, parts.clock.owner)
+            parts.wiring.sample_closed(closed.marked)
         self.is_clipped_by_torch = self.by_torch
         loss = parts.loss.take()
         found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss

@@ -92,10 +92,6 @@ class OptimizerRegistry:
             self._named, self._names = now, Names(tuple(registry.names), tuple(trainable))
         return self._names
 
-    def expect(self, slots: Iterable[int]) -> None:
-        """Record the slots without an owner that an optimizer holds which has not stepped yet."""
-        self._clock.expected = frozenset(slots)
-
     def updated_by(self, keys: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         """Return the slots of each of these optimizers, ascending."""
         return tuple([tuple(sorted(self._clock.owned.get(key, ()))) for key in sorted(keys)])

@@ -73,7 +73,7 @@ class CaptureParts:
         self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
         self.probes = Probes(config.probes)
         self.loss = SampleLoss()
-        self.wiring = Wiring(registry, self.optimizers, notices)
+        self.wiring = Wiring(registry, self.optimizers, self.clock, notices)
         self.replay: StepReplay | None = None  # runs a step with NaN or Inf a second time
         self.guard = None  # skips unhealthy steps
         if config.guard is not None:

@@ -27,11 +27,10 @@ from .backward_rest import BackwardRest
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
 from .hooks import BackwardHooks
-from .measurer import DeviceTimer, Measurer, slots_that_are_broken
+from .measurer import DeviceTimer, Measurer
 from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
-from .probes import Probe
 from .rest import Rest, StepRest
 from .scaling import SCALERS
 from .schedule import RankPlans
@@ -106,18 +105,7 @@ class Sampler(Listener):
 
     def _arrived(self, slot: int, parameter: Tensor) -> None:
         if self.parts.is_measured and (self._by_hand.inside_backward or self.parts.probes.look_inside):
-            self._measure_inside(slot, parameter)
-
-    @contained
-    def _measure_inside(self, slot: int, parameter: Tensor) -> None:
-        """Measure a parameter's gradient inside the backward, before other hooks use it."""
-        parts, gradient = self.parts, parameter.grad
-        if gradient is None:
-            return
-        if self._by_hand.inside_backward:
-            self._sample.measure_present([(slot, parameter)])
-        if parts.probes.look_inside and self._schedule.is_sampled and parts.shards.is_whole(parameter):
-            parts.probes.tell(Probe.gradient_arrived, parts.registry.names[slot], gradient.detach())
+            self._sample.gradient_arrived(slot, parameter)
 
     @contained
     def _backward_begins(self, has_accumulated: bool) -> None:
@@ -171,7 +159,7 @@ class Sampler(Listener):
             self._commit(closed)
         if is_update:
             self._close_update_by_hand()
-        self.parts.wiring.without_a_step(self._clock.backwards, self._clock.open_step)
+        self.parts.wiring.without_a_step()
         self._deliver()
         if self._backward_rest.is_worth_it() and self._backward_rest.begin():
             self.counter = self._backward_rest
@@ -202,7 +190,7 @@ class Sampler(Listener):
             self.end_counting(before_step=True)
             self.parts.follow()
         if has_lost_all or (not follows and self._by_hand.possible and self._clock.marked):
-            self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
+            self.parts.wiring.stepped_without_the_model(optimizer)
         return follows
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
@@ -272,7 +260,7 @@ class Sampler(Listener):
             return
         if self.parts.probes.active:
             self._sample.after_update(optimizer)
-        self.parts.wiring.stepped(optimizer, key, self._clock.open_step)
+        self.parts.wiring.stepped(optimizer, key)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
         if not inside_backward and current_graph_task() == -1 and self._step_rest.is_worth_it():
             self._commit(self._clock.close())  # as the next backward would
@@ -369,13 +357,9 @@ class Sampler(Listener):
 
     def look_at_parameters(self) -> None:
         """Alert if parameters hold NaN or Inf after steps that were not measured. Waits for the device."""
-        parts, last, step = self.parts, self._schedule.last_sample, self._clock.step
-        if parts.shards.any or parts.thread.is_another:  # the other thread may be freeing their memory
-            return
-        if not (self._clock.num_closed or self._clock.marked):
-            parts.wiring.nothing_was_seen()
-        if last < step and (broken := slots_that_are_broken(parts.registry.scan())):
-            parts.wiring.parameters_are_broken(broken, last, step)
+        parts = self.parts
+        if not (parts.shards.any or parts.thread.is_another):  # the other thread may be freeing their memory
+            parts.wiring.look_at_parameters(last_sample=self._schedule.last_sample)
 
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:

@@ -4,7 +4,7 @@ The faults: parameters that no optimizer holds, an optimizer that holds other te
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Final
@@ -15,11 +15,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .._measure.elements import elements_of, onto
+from .._measure.measure import measure_received
 from .._runtime.autograd import Entry
 from .._runtime.notices import Notice, Notices
 from .._runtime.sharding import local_part
 from .._runtime.steps import parameters_of
 from ..snapshot import keys
+from .clock import SampleClock
 from .gradient_versions import REPLACED, GradientVersions, version_of
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
@@ -67,10 +69,15 @@ class Wiring:
     """Checks the first steps of every optimizer."""
 
     def __init__(
-        self, parameter_registry: ParameterRegistry, optimizer_registry: OptimizerRegistry, notices: Notices
+        self,
+        parameter_registry: ParameterRegistry,
+        optimizer_registry: OptimizerRegistry,
+        clock: SampleClock,
+        notices: Notices,
     ) -> None:
         self._parameter_registry = parameter_registry
         self._optimizer_registry = optimizer_registry
+        self._clock = clock
         self._notices = notices
         self._carried: dict[int, _Carried] = {}  # by the optimizer's key
         self._first_states: _States | None = None  # of all parameters after the very first step
@@ -90,19 +97,19 @@ class Wiring:
         facts, self._facts = self._facts, {}
         return facts
 
-    def stepped(self, optimizer: Optimizer, key: int, step: int) -> None:
+    def stepped(self, optimizer: Optimizer, key: int) -> None:
         """An optimizer has stepped: remember its gradients, which should be reset before a backward adds to them."""
         if self._first_states is None:
             self._first_states = self._states()
         carried = self._carried.get(key) or self._carried.setdefault(key, _Carried())
         carried.num_steps += 1
         if carried.num_steps == 1:
-            self._look_at_settings(optimizer, step)
+            self._look_at_settings(optimizer)
         if carried.num_steps <= _STEPS or carried.num_steps % _AGAIN_EVERY == 0:
             entries = sorted(self._optimizer_registry.entries(optimizer), key=lambda entry: entry[1].numel())
             carried.follow([entry for entry in entries if entry[1].grad is not None][:_WITNESSES])
 
-    def _look_at_settings(self, optimizer: Optimizer, step: int) -> None:
+    def _look_at_settings(self, optimizer: Optimizer) -> None:
         """Alert about settings that break any training and that torch does not reject in `param_groups`."""
         for group in optimizer.param_groups:
             for name, (is_wrong, cause, remedy) in _SETTINGS.items():
@@ -111,7 +118,7 @@ class Wiring:
                 if any(is_wrong(one) for one in several if isinstance(one, Real) and not isinstance(one, bool)):
                     fact = f"{type(optimizer).__name__} steps with {name}={values!r}."
                     text = f"{fact}\nProbable cause: {cause}. Remedy: {remedy}."
-                    self._notices.alert("Optimizer settings", text, step)
+                    self._notices.alert("Optimizer settings", text, self._clock.open_step)
                     return
 
     def backward_begins(self, has_accumulated: bool) -> None:
@@ -164,17 +171,17 @@ class Wiring:
             self._has_changed, self._samples_since_scan = False, 0
             self._parameter_registry.scan()
 
-    def sample_closed(self, marked: frozenset[int], owner: Mapping[int, int]) -> None:
+    def sample_closed(self, marked: frozenset[int]) -> None:
         """Look for parameters that got a gradient in the closed sample but that no optimizer holds or updates."""
         self._look_for_frozen(marked)
-        unowned = marked - owner.keys()
+        unowned = marked - self._clock.owner.keys()
         first, self._first_states = self._first_states, {}
         if unowned and unowned != self._known_unowned:  # checked again only when the set of such parameters changes
             self._known_unowned = unowned
             held = _held_by_any_optimizer()
             at = first or self._states()
             here = {slot: id(p) in held for slot, p in self._parameter_registry.scan() if slot in unowned}
-            self._optimizer_registry.expect(slot for slot, is_held in here.items() if is_held)
+            self._clock.expected = frozenset(slot for slot, is_held in here.items() if is_held)
             self._unowned = {slot: at[slot] for slot, is_held in here.items() if not is_held and slot in at}
             # A sample may close before or after an update by hand: three samples contain one whole iteration.
             self._samples_to_wait = 1 if first else 2
@@ -195,7 +202,14 @@ class Wiring:
         entries = [entry for entry in self._parameter_registry.scan() if not is_lazy(entry[1])]
         return {slot: (version_of(p), elements_of(local_part(p))[0][:_NUM_VALUES].clone()) for slot, p in entries}
 
-    def nothing_was_seen(self) -> None:
+    def look_at_parameters(self, *, last_sample: int) -> None:
+        """Alert if parameters hold NaN or Inf after steps that were not measured. Waits for the device."""
+        if not (self._clock.num_closed or self._clock.marked):
+            self._nothing_was_seen()
+        if last_sample < self._clock.step and (broken := _slots_that_are_broken(self._parameter_registry.scan())):
+            self._parameters_are_broken(broken, last_sample)
+
+    def _nothing_was_seen(self) -> None:
         """Send a message if parameters are written to although neither a step nor a gradient was seen."""
         now = self._parameter_registry.versions()
         writes = (version - self._versions_at_begin.get(slot, 0) for slot, version in now.items())
@@ -207,7 +221,7 @@ class Wiring:
                 "watcher.mark_step() after it.",
             )
 
-    def parameters_are_broken(self, slots: Sequence[int], last: int, step: int) -> None:
+    def _parameters_are_broken(self, slots: Sequence[int], last: int) -> None:
         """Alert about parameters with NaN or Inf although the samples up to step `last` had none."""
         registry = self._parameter_registry
         self._notices.alert(
@@ -217,23 +231,23 @@ class Wiring:
             "Probable cause: not clear: parameters became NaN or Inf in a step that was not measured. Remedy: load "
             "the last good checkpoint and continue with guard='skip' or sample_every=1: the gradient of the first "
             "bad step then shows whether the data, an operation or the optimizer caused it.",
-            step,
+            self._clock.step,
             "ERROR",
         )
 
-    def without_a_step(self, num_backwards: int, step: int) -> None:
-        """Alert when this many backwards have ended in the open step without an optimizer step."""
-        if num_backwards == _PATIENCE_IN_BACKWARDS:
+    def without_a_step(self) -> None:
+        """Alert when many backwards have ended in the open step without an optimizer step."""
+        if self._clock.backwards == _PATIENCE_IN_BACKWARDS:
             self._notices.alert(
                 "No gradient",
-                f"{num_backwards} backwards have ended without an optimizer step that updates a watched "
+                f"{_PATIENCE_IN_BACKWARDS} backwards have ended without an optimizer step that updates a watched "
                 "parameter.\nProbable cause: not clear: either step() is missing, or the optimizer holds other tensors "
                 "than the model. Remedy: call step() after backward(), and create the optimizer from the parameters of "
                 "the model that is trained.",
-                step,
+                self._clock.open_step,
             )
 
-    def stepped_without_the_model(self, optimizer: Optimizer, step: int) -> None:
+    def stepped_without_the_model(self, optimizer: Optimizer) -> None:
         """Prepare an alert: the model has gradients, but an optimizer steps that holds none of its parameters.
 
         If the optimizer belongs to another model, the model's own steps before the next backward and no alert is sent.
@@ -245,7 +259,7 @@ class Wiring:
                 "none has a gradient.\nProbable cause: the optimizer holds other tensors than the model, which was "
                 "rebuilt or copied after the optimizer was created. Remedy: create the optimizer from the parameters "
                 "of the model that is trained, after the model is complete.",
-                step,
+                self._clock.open_step,
             )
 
 
@@ -254,3 +268,16 @@ def _held_by_any_optimizer() -> set[int]:
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
     groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
     return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _slots_that_are_broken(entries: Iterable[Entry]) -> list[int]:
+    """Return the slots of the parameters that hold NaN or Inf. Waits for the device."""
+    of_device: dict[torch.device, list[Entry]] = {}
+    for slot, parameter in entries:
+        if not (is_lazy(parameter) or parameter.is_meta):  # they hold no values yet
+            of_device.setdefault(parameter.device, []).append((slot, parameter))
+    broken: list[int] = []
+    for here in of_device.values():
+        counts = measure_received([parameter for _, parameter in here])[:, 1:].sum(dim=1).tolist()
+        broken += [slot for (slot, _), count in zip(here, counts, strict=True) if count]
+    return sorted(broken)
