@@ -72,8 +72,8 @@ class SampleBuffer:
 
     def put_earlier(self, slots: Sequence[int]) -> None:
         """Keep these rows as the earlier ones: the gradients have changed since, and new rows will be written."""
-        for buffer in self._everywhere():
-            buffer.put_earlier(buffer.index(tuple(slots)))
+        for buffer, index in self._at(slots):
+            buffer.put_earlier(index)
 
     def write_received(self, slots: Sequence[int], received: Tensor) -> None:
         """Correct the columns of the gradients that the optimizer received, where they differ from the measured ones.
@@ -91,13 +91,13 @@ class SampleBuffer:
 
     def hide_received(self, slots: Sequence[int]) -> None:
         """Mark the received gradients of these parameters as unknown."""
-        for buffer in self._everywhere():
-            buffer.rows[buffer.index(tuple(slots)), RECEIVED_COLUMNS] = torch.nan
+        for buffer, index in self._at(slots):
+            buffer.rows[index, RECEIVED_COLUMNS] = torch.nan
 
     def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
         """Multiply rows of the open sample by a factor per column [C]. The sample's histogram is dropped."""
-        for buffer in self._everywhere():
-            index, factor = buffer.index(tuple(slots)), onto(factor_C, buffer.device)
+        for buffer, index in self._at(slots):
+            factor = onto(factor_C, buffer.device)
             buffer.rows[index] *= factor
             if buffer.earlier is not None:
                 buffer.earlier[index] *= factor
@@ -105,8 +105,7 @@ class SampleBuffer:
 
     def drop_zero_rows(self, slots: Sequence[int]) -> None:
         """Mark all-zero rows as missing: no backward wrote these gradients, so zero_grad() left the zeros."""
-        for buffer in self._everywhere():
-            index = buffer.index(tuple(slots))
+        for buffer, index in self._at(slots):
             rows = buffer.rows[index]
             leftover = rows[:, Column.NUM_ZERO] == rows[:, Column.NUM_ELEMENTS]
             buffer.rows[index] = torch.where(leftover[:, None], torch.nan, rows)
@@ -115,8 +114,7 @@ class SampleBuffer:
 
     def clear(self, slots: Sequence[int]) -> None:
         """Mark these parameters as without a gradient in the open sample."""
-        for buffer in self._everywhere():
-            index = buffer.index(tuple(slots))
+        for buffer, index in self._at(slots):
             buffer.rows[index] = torch.nan
             if buffer.sample_histogram is not None:
                 buffer.sample_histogram[index] = 0
@@ -129,9 +127,9 @@ class SampleBuffer:
         """Record that an optimizer skips its update where this scalar tensor is not 0."""
         self._on(found_inf.device).rows[-1, FOUND_INF] = found_inf.to(wide_dtype(found_inf.device)).reshape(())
 
-    def open_rows(self, slots: tuple[int, ...]) -> list[Tensor]:
+    def open_rows(self, slots: Sequence[int]) -> list[Tensor]:
         """The open sample's rows of these ascending slots on each device: [N, C], NaN on all devices but one."""
-        return [buffer.rows[buffer.index(slots)] for buffer in self._everywhere()]
+        return [buffer.rows[index] for buffer, index in self._at(slots)]
 
     def discard(self) -> None:
         """Discard the open sample, and open the next."""
@@ -158,13 +156,10 @@ class SampleBuffer:
             for buffer in buffers:
                 buffer.add_sample_histogram()
         send = self._pinned_pool.send
-        rows, earlier, received = [], [], []
+        rows = [send(buffer.rows) for buffer in buffers]
+        earlier = [send(buffer.earlier) for buffer in buffers if buffer.earlier is not None]
+        received = [send(buffer.received) for buffer in buffers if buffer.received is not None]
         for buffer in buffers:
-            rows.append(send(buffer.rows))
-            if buffer.earlier is not None:
-                earlier.append(send(buffer.earlier))
-            if buffer.received is not None:
-                received.append(send(buffer.received))
             buffer.forget_sample()
         known: dict[str, float] = {}
         by_device: dict[torch.device, dict[str, OnDevice]] = {}
@@ -223,3 +218,7 @@ class SampleBuffer:
 
     def _everywhere(self) -> list[DeviceBuffer]:
         return [buffer.follow() for buffer in self._devices.values()]
+
+    def _at(self, slots: Sequence[int]) -> list[tuple[DeviceBuffer, Tensor | slice]]:
+        """Every buffer, and these ascending slots as an index there."""
+        return [(buffer, buffer.index(tuple(slots))) for buffer in self._everywhere()]

@@ -237,13 +237,10 @@ class SampleTransfer(NamedTuple):
         return all([one.arrived(wait=wait) for one in (*self.rows, *self.earlier, *self.received, *of_probes)])
 
     def unpack(self) -> ArrivedSample:
-        packed = [np.asarray(one.take(), dtype=np.float64) for one in self.rows]
+        packed = _taken(self.rows)
         rows = self._joined(packed)
-        earlier = received = None
-        if self.earlier:
-            earlier = self._joined([np.asarray(one.take(), dtype=np.float64) for one in self.earlier])
-        if self.received:
-            received = self._joined([np.asarray(one.take(), dtype=np.float64) for one in self.received])
+        earlier = self._joined(_taken(self.earlier)) if self.earlier else None
+        received = self._joined(_taken(self.received)) if self.received else None
         loss_scale, found_inf = np.nan, 0.0
         for one in packed:
             scale, inf = one[-1, : FOUND_INF + 1].tolist()
@@ -274,6 +271,10 @@ class SampleTransfer(NamedTuple):
             here = ~np.isnan(device_rows[:-1, Column.NUM_ELEMENTS])
             rows[here] = device_rows[:-1][here]
         return rows
+
+
+def _taken(transfers: Sequence[Transfer]) -> list[FloatArray]:
+    return [np.asarray(one.take(), dtype=np.float64) for one in transfers]
 
 
 def _changed_without_a_trace(rows_PC: FloatArray, earlier_PC: FloatArray | None, sample: Sample) -> bool:
