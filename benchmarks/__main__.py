@@ -46,6 +46,10 @@ def main() -> None:
     models = arguments.models or (["mlp"] if arguments.quick else everything)
     monitors = chosen_monitors(arguments.monitors, device.type)
     results = {"machine": describe_machine(device), "tasks": []}
+    path = arguments.json or RESULTS / f"{'quick' if arguments.quick else device.type}.json"
+    if not (arguments.json or arguments.quick or arguments.models):
+        (RESULTS / "quick.json").unlink(missing_ok=True)  # it would precede the new results in the tables, but is older
+    path.parent.mkdir(parents=True, exist_ok=True)
     for key in models:
         if free_gib(device) < _NEEDED_GIB.get(key, 0.0):
             print(f"{TASKS[key].name}: left out, it needs {_NEEDED_GIB[key]:.0f} GiB of memory", file=sys.stderr)
@@ -53,11 +57,7 @@ def main() -> None:
         pairs = arguments.pairs or (_QUICK_PAIRS if arguments.quick else TASKS[key].pairs)
         task = measure_task(TASKS[key], device, monitors, pairs, lambda line: print(line, file=sys.stderr))
         results["tasks"].append(asdict(task))
-    path = arguments.json or RESULTS / f"{'quick' if arguments.quick else device.type}.json"
-    if not (arguments.json or arguments.quick or arguments.models):
-        (RESULTS / "quick.json").unlink(missing_ok=True)  # it would precede the new results in the tables, but is older
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(render(results))
 
 

@@ -45,17 +45,14 @@ class Part(NamedTuple):
 
 
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+_KERNELS = ("-m", "benchmarks.kernel", "--models", "GPT-2 small", "GPT 1.2B", "--rounds", "10", "--json", _JSON)
+_MONITORS = ("-m", "benchmarks", "--pairs", "12", "--json", _JSON, "--models")
 PARTS = (
-    Part("the kernels equal the reference", (*_TESTS, "tests/kernel_suite.py"), 120, ("triton", "pytest")),
-    Part("tests on the GPU", (*_TESTS, "tests/test_gpu.py"), 120, ("pytest",)),
-    Part(
-        "bandwidth of the kernels",
-        ("-m", "benchmarks.kernel", "--models", "GPT-2 small", "GPT 1.2B", "--rounds", "10", "--json", _JSON),
-        100,
-        ("triton",),
-    ),
-    Part("GPT-2 small", ("-m", "benchmarks", "--models", "gpt2", "--pairs", "12", "--json", _JSON), 100, ("wandb",)),
-    Part("1.2 B parameters", ("-m", "benchmarks", "--models", "1b", "--pairs", "9", "--json", _JSON), 100, ("wandb",)),
+    Part("the kernels equal the reference", (*_TESTS, "tests/kernel_suite.py"), 100, ("triton", "pytest")),
+    Part("tests on the GPU", (*_TESTS, "tests/test_gpu.py", "tests/test_gpu_trainings.py"), 150, ("pytest",)),
+    Part("bandwidth of the kernels", _KERNELS, 90, ("triton",)),
+    Part("tiny MLP and GPT-2 small", (*_MONITORS, "mlp", "gpt2"), 120, ("wandb",)),
+    Part("1.2 B parameters", (*_MONITORS, "1b"), 80, ("wandb",)),
 )
 
 

@@ -28,7 +28,8 @@ class AddedTime:
         plain: time of a plain step.
         added: time that watching adds to a step, on the host and the device together.
         noise: difference of two blocks of plain steps.
-        host: time of the monitor on the host, per sample.
+        said: time per sample that the monitor itself accounts for, from which it chooses its cadence.
+        default_every: steps per sample with watch()'s defaults, after the first steps.
         gpu: time of the monitor's kernels on the device, per sample.
         gpu_everything: the same with a histogram in every sample.
         num_waits: number of waits of the host for the device that watching adds to a block.
@@ -37,7 +38,8 @@ class AddedTime:
     plain: float
     added: float
     noise: float
-    host: float
+    said: float
+    default_every: float
     gpu: float
     gpu_everything: float
     num_waits: int
@@ -75,13 +77,13 @@ def measure_added_time(*, tiny: bool, rounds: int) -> AddedTime:
     num_steps = 1 if tiny else LOG_EVERY
     for _ in range(2 if tiny else 20):
         step()
-    plain, added, noise, host = [], [], [], []
+    plain, added, noise, said = [], [], [], []
     for _ in range(rounds):
         before = _block(step, num_steps)
         with _watched(trainee, step, **options) as watcher:
-            spent = _host_seconds(watcher)
+            spent = watcher._sampler.seconds_spent
             watched = _block(step, num_steps)
-            host.append((_host_seconds(watcher) - spent) / num_steps)
+            said.append((watcher._sampler.seconds_spent - spent) / num_steps)
         after = _block(step, num_steps)
         plain.append((before + after) / 2)
         added.append(watched - plain[-1])
@@ -90,7 +92,8 @@ def measure_added_time(*, tiny: bool, rounds: int) -> AddedTime:
         plain=statistics.median(plain) * 1e3,
         added=statistics.median(added) * 1e3,
         noise=statistics.median(noise) * 1e3,
-        host=statistics.median(host) * 1e3,
+        said=statistics.median(said) * 1e3,
+        default_every=_default_every(trainee, step, num_steps, **options),
         gpu=_gpu_seconds(trainee, step, num_steps, histogram_every=None, **options) * 1e3,
         gpu_everything=_gpu_seconds(trainee, step, num_steps, histogram_every=1, **options) * 1e3,
         num_waits=_waits_more(trainee, step, num_steps, **options),
@@ -116,8 +119,16 @@ def _block(step: Callable[[], None], num_steps: int) -> float:
     return (time.perf_counter() - began) / num_steps
 
 
-def _host_seconds(watcher: Watcher) -> float:
-    return watcher._sampler.seconds_spent
+def _default_every(trainee: Trainee, step: Callable[[], None], num_steps: int, **options: Any) -> float:
+    """Return the steps per sample that the default budget allows in a second block of steps."""
+    sink = MemorySink()
+    with watch(trainee, sinks=[sink], log_every=LOG_EVERY, **options) as watcher:
+        _block(step, num_steps)
+        wait_for_kernels()
+        first = watcher.step
+        _block(step, num_steps)
+    num_samples = sum(int((snapshot.steps > first).sum()) for snapshot in sink.snapshots)
+    return num_steps / max(num_samples, 1)
 
 
 def _gpu_seconds(trainee: Trainee, step: Callable[[], None], num_steps: int, **options: Any) -> float:

@@ -28,9 +28,10 @@ def render(report: dict[str, Any]) -> str:
         lines += [
             "",
             f"A training step of GPT-2 small (bfloat16 autocast, 8 x 1024 tokens) takes {added.plain:.2f} ms. Watching "
-            f"each adds {added.added:.3f} ms ({added.added_ratio:.2%}; noise {added.noise:.3f} ms): per sample "
-            f"{added.host:.2f} ms of the host and {added.gpu:.3f} ms of the GPU, {added.gpu_everything:.3f} ms with a "
-            f"histogram every step. The host waited {added.num_waits} times more often.",
+            f"each adds {added.added:.3f} ms ({added.added_ratio:.2%}; noise {added.noise:.3f} ms). The monitor says "
+            f"{added.said:.3f} ms per sample; its kernels take {added.gpu:.3f} ms, with a histogram every step "
+            f"{added.gpu_everything:.3f} ms. With the defaults one in {added.default_every:.3g} steps is measured. The "
+            f"host waited {added.num_waits} times more often.",
         ]
     if failed := failures_of(report):
         lines += ["", *(f"Failed: {what}: {why.removesuffix('.')}." for what, why in failed.items())]

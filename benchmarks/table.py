@@ -49,7 +49,8 @@ distance of its figures from 0 shows the accuracy of the others.
 - **peak**: the peak memory in watched steps minus that in unwatched steps.
 
 For models whose steps take seconds, the backward of these steps only assigns precomputed gradients to the same
-parameters, hooks and optimizer: the cost of a monitor does not depend on the origin of a gradient.
+parameters, hooks and optimizer: the cost of a monitor does not depend on the origin of a gradient. On a GPU large
+models make real steps, in bfloat16 autocast.
 """
 _HEADER = (
     "monitor",

@@ -24,7 +24,7 @@ from wandb_gradwatch._measure import cuda as kernels
 from wandb_gradwatch._measure import cuda_launch, cuda_plan, reference
 from wandb_gradwatch._measure.columns import AS_LEFT, IDENTITY_C, Column
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")  # with its index, as tensors have it
 
 # The real sizes on a GPU; small sizes in the interpreter, so that all branches of the kernels run within seconds.
 SIZES_OF = ("LANES", "CHUNK", "CAREFUL_LANES", "FOLD_BLOCK")
@@ -264,7 +264,10 @@ def test_warming_up_builds_what_launches_each_kernel_too(monkeypatch: pytest.Mon
         metadata: str
 
     built: list[tuple[str, str]] = []
-    driver = SimpleNamespace(launcher_cls=lambda src, metadata: built.append((src, metadata)))
+    driver = SimpleNamespace(
+        launcher_cls=lambda src, metadata: built.append((src, metadata)),
+        get_current_target=lambda: SimpleNamespace(backend="cuda"),
+    )
     monkeypatch.setattr(type(kernels.triton.runtime.driver), "active", driver)
     for kernel in KERNELS:
         compiled = Compiled(kernel.fn.__name__, "metadata")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wandb_gradwatch._capture.measurer import _MAX_UNREAD, DeviceTimer
+from wandb_gradwatch._capture.measurer import _MAX_UNREAD, DeviceLag, DeviceTimer
+from wandb_gradwatch._runtime.error_boundary import ErrorBoundary
 
 CUDA, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 
@@ -28,7 +29,7 @@ class FakeEvent:
         self.device = device
 
     def record(self, stream: object = None) -> None:
-        assert stream in (CUDA, OTHER), "recorded on another stream than the current one of the device"
+        assert getattr(stream, "device", stream) in (CUDA, OTHER), "recorded on another stream than the current one"
         self.at = self.device.queued_at
 
     def query(self) -> bool:
@@ -44,6 +45,27 @@ class FakeEvent:
 
 def timer_of(device: Device) -> DeviceTimer:
     return DeviceTimer(device.event, lambda where: where)
+
+
+class Stream:
+    device = CUDA
+
+
+def test_the_hosts_time_counts_only_if_the_device_has_waited_for_it() -> None:
+    device, boundary = Device(), ErrorBoundary(lambda error: None)
+    boundary.lag = DeviceLag(device.event, Stream)
+    device.queued_at, device.now = 5, 4  # the device still works on what was queued before
+    boundary.run(lambda: boundary.run(lambda: None))
+    assert boundary.seconds_spent == 0
+
+    def finish() -> None:
+        assert boundary.is_hidden()
+        device.now = 5
+        assert not boundary.is_hidden()
+
+    boundary.run(finish)
+    assert boundary.seconds_spent > 0
+    assert device.num_events == 1  # events are used again
 
 
 def work(timer: DeviceTimer, device: Device, milliseconds: float, where: torch.device = CUDA) -> None:

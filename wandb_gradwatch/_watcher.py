@@ -377,9 +377,10 @@ class Watcher:
                 self._pipeline.deliver(wait=wait)
             finally:  # on_alert may have raised
                 news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()
-                if titles:
-                    schedule.seconds_left_out += self._rule_runner.pop_seconds_on_alerts()
-                schedule.seconds_on_rows += news.seconds_on_rows
+                seconds_on_alerts = self._rule_runner.pop_seconds_on_alerts() if titles else 0.0
+                if not self._boundary.is_hidden():
+                    schedule.seconds_left_out += seconds_on_alerts
+                    schedule.seconds_on_rows += news.seconds_on_rows
                 if self._parts.replay is not None and titles & _REPLAYED:
                     self._parts.replay.arm()
                 if news.is_untraced:

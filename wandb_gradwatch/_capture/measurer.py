@@ -71,6 +71,33 @@ class DeviceTimer:
         return max(self._seconds.values(), default=0.0)
 
 
+class DeviceLag:
+    """Tells whether the current CUDA device was busy with earlier work all the while the monitor's code ran.
+
+    An event is recorded when the code begins. If the device has not reached it when the code ends, the device has not
+    waited for the host in between, and the host's time has not delayed the training.
+    """
+
+    def __init__(
+        self, make_event: Callable[[], Any] = Event, current_stream: Callable[[], Any] = torch.cuda.current_stream
+    ) -> None:
+        self._make_event, self._current_stream = make_event, current_stream
+        self._events: dict[torch.device, Any] = {}  # an event belongs to its first device
+        self._event: Any = None
+
+    def begin(self) -> None:
+        """The monitor's code begins."""
+        stream = self._current_stream()
+        if stream.device not in self._events:
+            self._events[stream.device] = self._make_event()
+        self._event = self._events[stream.device]
+        self._event.record(stream)
+
+    def hides(self) -> bool:
+        """Whether the device has been busy since `begin()`."""
+        return self._event is not None and not self._event.query()
+
+
 class _Group(NamedTuple):
     """Gradients of one scaler on one device, in ascending slots: [N] each."""
 
@@ -113,6 +140,8 @@ class Measurer:
             if scaled and (scale := self._loss_scale.of(scaler, device)) is not None:
                 self._window.set_loss_scale(scale)
                 inverse_scale = onto(scale.double().reciprocal(), device)
+            if device.type == "cuda" and self._parts.boundary.lag is None:
+                self._parts.boundary.lag = DeviceLag()
             with self._timer.on(device):
                 measurement = measure(
                     gradients,

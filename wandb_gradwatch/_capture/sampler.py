@@ -67,6 +67,7 @@ class Sampler(Listener):
         self._inside_backward = False
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
+        self._settled = (0.0, 0.0, 0.0)  # at the last sample: seconds spent, seconds of the host, and of the device
         if config.scaler is not None:
             SCALERS.use(config.scaler)
 
@@ -370,7 +371,8 @@ class Sampler(Listener):
             self._guard.end_step(closed.step)
         if self._schedule.is_sampled:
             self._sample.close(closed)
-            now, spent = time.perf_counter(), self.seconds_spent
+            self._settled = self._account()
+            now, spent = time.perf_counter(), self._settled[0]
             self._schedule.add_sample(closed.step, skipped=closed.skipped, now=now, seconds_spent=spent)
         else:
             self.parts.loss.forget()
@@ -385,11 +387,19 @@ class Sampler(Listener):
 
     @property
     def seconds_spent(self) -> float:
-        """The larger of the seconds that monitoring has taken on the host and on a device, which work in parallel."""
-        host = self.boundary.seconds_spent + self.parts.probes.seconds_spent
+        """The seconds that monitoring has taken: for each sample the larger of the host's and of the device's.
+
+        Host and device work in parallel, and a training may be limited by the one now and by the other later.
+        """
+        return self._account()[0]
+
+    def _account(self) -> tuple[float, float, float]:
+        """Return the seconds spent, and those of the host and of the device alone."""
+        host, device = self.boundary.seconds_spent + self.parts.probes.seconds_spent, self._timer.seconds()
         if self.counter is not None:
             host += self.counter.seconds_spent
-        return max(host, self._timer.seconds())
+        spent, last_host, last_device = self._settled
+        return spent + max(host - last_host, device - last_device), host, device
 
     def flush_window(self) -> None:
         """End the window after the last committed sample."""

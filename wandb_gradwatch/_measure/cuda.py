@@ -447,9 +447,10 @@ def measure_carefully(
 ):
     """Measure, in float64, all partials of chunks that measure_chunks has refused or does not read."""
     chunk = tl.program_id(0)
-    tensor, address, count, dtype = _chunk(table, chunks, num_chunks, chunk)
     partials += chunk
-    if (dtype >= _CAREFUL_ONLY) | (tl.load(partials) == _REFUSED):
+    # Nearly all programs end here, before the loads that depend on each other.
+    if (tl.load(chunks + 3 * num_chunks + chunk) >= _CAREFUL_ONLY) | (tl.load(partials) == _REFUSED):
+        tensor, address, count, dtype = _chunk(table, chunks, num_chunks, chunk)
         dtype = dtype & 3
         scale = tl.load(inverse_scale)
         dead = tl.load(table + 1)

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -32,6 +32,16 @@ class CallbackError(Exception):
     """Wraps an exception of a user's callback, its `__cause__`, which must reach the training loop."""
 
 
+class DeviceLag(Protocol):
+    """Tells whether a device was busy with earlier work all the while the monitor's code ran on the host."""
+
+    def begin(self) -> None:
+        """The monitor's code begins."""
+
+    def hides(self) -> bool:
+        """Whether the device has been busy since `begin()`: then the host's time has not delayed the training."""
+
+
 class ErrorBoundary:
     """Runs the monitor's code: one call at a time, without autograd, and timed.
 
@@ -41,7 +51,8 @@ class ErrorBoundary:
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self.stopped = False
         self._process = os.getpid()
-        self.seconds_spent = 0.0  # on the host
+        self.seconds_spent = 0.0  # by which the host has delayed the training
+        self.lag: DeviceLag | None = None  # set if a device is used that works in parallel with the host
         self._failed = failed
         self.thread = TrainingThread()
         self.lock = threading.RLock()  # held while the monitor's code runs, and during the user's calls of its methods
@@ -59,6 +70,8 @@ class ErrorBoundary:
         if self.stopped or os.getpid() != self._process or graph_is_captured():
             return None
         began = time.perf_counter()
+        if self.lag is not None and not self._depth:
+            self.lag.begin()
         # A sample makes thousands of short-lived tuples, which trigger garbage collections of the whole program: half
         # of our cost with a thousand tensors.
         pauses_collector = not self._depth and gc.isenabled()
@@ -84,7 +97,7 @@ class ErrorBoundary:
                 finally:
                     self._depth -= 1
                     _set_grad_enabled(with_autograd)
-                    if not self._depth:
+                    if not self._depth and not self.is_hidden():
                         self.seconds_spent += time.perf_counter() - began
         except CallbackError as raised:
             if inside_another:
@@ -93,6 +106,10 @@ class ErrorBoundary:
         finally:
             if pauses_collector:
                 gc.enable()
+
+    def is_hidden(self) -> bool:
+        """Whether the time of the outermost call has cost nothing so far, because the device is behind the host."""
+        return self.lag is not None and self.lag.hides()
 
     def fail(self, error: Exception) -> None:
         """Stop and report an error. Code that only counts steps calls this directly, because `run` would cost more.
