@@ -1,7 +1,7 @@
 """Run all tests and benchmarks that need a GPU, the most important first, each in its own process: `make gpu`.
 
     python -m benchmarks.gpu_day [--json FILE] [--only WORD ...]   # runs the parts, in nine minutes at most
-    python -m benchmarks.gpu_day --page [--json FILE]   # writes docs/gpu.md and the README's table, on any machine
+    python -m benchmarks.gpu_day --page [--json FILE]   # writes docs/gpu.md and the README's sentence, on any machine
 
 Results are written after every part, so that they survive the loss of the machine. A part that fails, takes too long
 or lacks a package is named in the results, and the other parts still run.
@@ -46,13 +46,15 @@ class Part(NamedTuple):
 
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 _KERNELS = ("-m", "benchmarks.kernel", "--models", "GPT-2 small", "GPT 1.2B", "--rounds", "10", "--json", _JSON)
-_MONITORS = ("-m", "benchmarks", "--pairs", "12", "--json", _JSON, "--models")
+_MONITORS = ("-m", "benchmarks", "--pairs", "12", "--json", _JSON, "--monitors", "total norm", "module-monitor", "1000")
+_MONITORS += ("gradwatch", "--models")
 PARTS = (
-    Part("the kernels equal the reference", (*_TESTS, "tests/kernel_suite.py"), 100, ("triton", "pytest")),
-    Part("tests on the GPU", (*_TESTS, "tests/test_gpu.py", "tests/test_gpu_trainings.py"), 150, ("pytest",)),
-    Part("bandwidth of the kernels", _KERNELS, 90, ("triton",)),
-    Part("tiny MLP and GPT-2 small", (*_MONITORS, "mlp", "gpt2"), 120, ("wandb",)),
-    Part("1.2 B parameters", (*_MONITORS, "1b"), 80, ("wandb",)),
+    Part("the kernels equal the reference", (*_TESTS, "tests/kernel_suite.py"), 60, ("triton", "pytest")),
+    Part("tests on the GPU", (*_TESTS, "tests/test_gpu.py", "tests/test_gpu_trainings.py"), 100, ("pytest",)),
+    Part("bandwidth of the kernels", _KERNELS, 100, ("triton",)),
+    Part("GPT-2 small", (*_MONITORS, "gpt2"), 100, ("wandb",)),
+    Part("tiny MLP", (*_MONITORS, "mlp"), 90, ("wandb",)),
+    Part("1.2 B parameters", (*_MONITORS, "1b"), 90, ("wandb",)),
 )
 
 
@@ -144,10 +146,10 @@ def _measured(results: dict[str, Any]) -> list[str]:
 
 
 def readme_with(results: dict[str, Any] | None, text: str) -> str:
-    """Return the README's text, with the table of the kernels replaced if the results contain one."""
+    """Return the README's text, with the sentence about a GPU replaced if the results contain one."""
     for part in results["parts"] if results is not None else ():
         if part["figures"] is not None and "results" in part["figures"]:
-            shown = kernel_table.render(part["figures"])
+            shown = kernel_table.sentence(part["figures"])
             text = table.with_table(text, shown, begin=kernel_table.BEGIN, end=kernel_table.END)
     return text
 
@@ -157,7 +159,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def write_pages(path: Path) -> None:
-    """Write docs/gpu.md and the README's table, from the results in the file `path` if it exists."""
+    """Write docs/gpu.md and the README's sentence, from the results in the file `path` if it exists."""
     results = _read(path)
     PAGE.write_text(page_of(results, _read(kernel_code_table.RESULTS)), encoding="utf-8")
     table.README.write_text(readme_with(results, table.README.read_text(encoding="utf-8")), encoding="utf-8")
@@ -168,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--only", nargs="+", default=[], help="run only parts whose name contains one of these words")
-    parser.add_argument("--page", action="store_true", help="only write docs/gpu.md and the README's table")
+    parser.add_argument("--page", action="store_true", help="only write docs/gpu.md and the README's sentence")
     options = parser.parse_args(arguments)
     if options.page:
         write_pages(options.json)

@@ -8,8 +8,7 @@ once. Finally the time that watching adds to a real training step is measured (k
     python -m benchmarks.kernel [--models "GPT-2 small" ...] [--dtypes bfloat16 ...] [--rounds 20] [--json FILE]
 
 A failure is printed with its traceback and named in the table; the other parts still run, and the exit status is 1. The
-JSON is written after every part. --readme writes the README's table between its markers, with --results FILE that of an
-earlier run. --tiny only checks that everything runs.
+JSON is written after every part. --tiny only checks that everything runs.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernel_step import measure_added_time
-from benchmarks.kernel_table import BEGIN, END, failures_of, render, targets
+from benchmarks.kernel_table import failures_of, render, targets
 from benchmarks.machine import describe_machine
 from benchmarks.shapes import MODELS, num_elements
-from benchmarks.table import README, with_table
 from wandb_gradwatch._measure.columns import Column
 from wandb_gradwatch._measure.measure import measure, measure_received
 
@@ -223,21 +221,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--results", type=Path, help="measure nothing: show what an earlier run has written")
-    parser.add_argument("--readme", type=Path, nargs="?", const=README, help="write the table there")
     parser.add_argument("--tiny", action="store_true", help="a few small tensors instead of the models")
     options = parser.parse_args(arguments)
-    if options.results is not None:
-        report = json.loads(options.results.read_text(encoding="utf-8"))
-    elif torch.cuda.is_available():
-        report = measure_all(options)
-    else:
+    if not torch.cuda.is_available():
         raise SystemExit("benchmarks.kernel needs a CUDA device, and torch finds none here")
-    table = render(report)
-    print("\n".join([table, "", *targets(report)]))
-    if options.readme:
-        text = options.readme.read_text(encoding="utf-8")
-        options.readme.write_text(with_table(text, table, begin=BEGIN, end=END), encoding="utf-8")
+    report = measure_all(options)
+    print("\n".join([render(report), "", *targets(report)]))
     return 1 if failures_of(report) else 0
 
 

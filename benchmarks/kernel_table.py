@@ -1,4 +1,4 @@
-"""What kernel.py has measured, as the README's table and beside what was asked of the kernels."""
+"""What kernel.py has measured, as a table, as a sentence for the README, and beside what was asked of the kernels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ BEGIN, END = "<!-- kernel:begin -->", "<!-- kernel:end -->"
 
 
 def render(report: dict[str, Any]) -> str:
-    """The README's table: every list, what of ours and of others' takes how long, and the real step."""
-    machine = report["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    """The table: every list, what of ours and of others' takes how long, and the real step."""
     names = list(dict.fromkeys(name for result in report["results"] for name in result["candidates"]))
     lines = [
-        f"{machine['device']}, {versions}. GPU ms (share of a copy's bandwidth) / host ms.",
+        f"{report['machine']['device']}: GPU ms (share of a copy's bandwidth) / host ms.",
         "",
         "| list | " + " | ".join(names) + " |",
         "|---|" + "---|" * len(names),
@@ -27,15 +25,29 @@ def render(report: dict[str, Any]) -> str:
         added = AddedTime(**report["added_time"])
         lines += [
             "",
-            f"A training step of GPT-2 small (bfloat16 autocast, 8 x 1024 tokens) takes {added.plain:.2f} ms. Watching "
-            f"each adds {added.added:.3f} ms ({added.added_ratio:.2%}; noise {added.noise:.3f} ms). The monitor says "
-            f"{added.said:.3f} ms per sample; its kernels take {added.gpu:.3f} ms, with a histogram every step "
-            f"{added.gpu_everything:.3f} ms. With the defaults one in {added.default_every:.3g} steps is measured. The "
-            f"host waited {added.num_waits} times more often.",
+            f"{_of_a_step(added)} The noise is {added.noise:.3f} ms. The monitor says {added.said:.3f} ms per sample; "
+            f"its kernels take {added.gpu:.3f} ms, with a histogram every step {added.gpu_everything:.3f} ms.",
         ]
     if failed := failures_of(report):
         lines += ["", *(f"Failed: {what}: {why.removesuffix('.')}." for what, why in failed.items())]
     return "\n".join(lines)
+
+
+def sentence(report: dict[str, Any]) -> str:
+    """Return the README's sentence about a real step; empty if none was measured."""
+    if report["added_time"] is None:
+        return ""
+    step = _of_a_step(AddedTime(**report["added_time"]))
+    return f"On an {report['machine']['device']}: {step} More [on a GPU](docs/gpu.md)."
+
+
+def _of_a_step(added: AddedTime) -> str:
+    steps = "every step" if added.default_every == 1 else f"one in {added.default_every:.3g} steps"
+    waits = f"the host waits {added.num_waits} times more often" if added.num_waits else "the host never waits"
+    return (
+        f"a training step of GPT-2 small (bfloat16 autocast, 8 x 1024 tokens) takes {added.plain:.1f} ms. Watching it "
+        f"adds {added.added:.2f} ms ({added.added_ratio:.1%}), and {waits}; the default measures {steps}."
+    )
 
 
 def _cell(figure: dict[str, float] | None) -> str:

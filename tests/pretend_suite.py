@@ -246,12 +246,11 @@ def test_what_the_host_is_to_use_at_once_is_waited_for():
     assert len(pretend_gpu.GPU.waits) > before
 
 
-def test_the_benchmark_of_the_kernels_runs_and_writes_its_table(tmp_path):
+def test_the_benchmark_of_the_kernels_runs_and_prints_its_table(tmp_path, capsys):
     from benchmarks import kernel
 
-    readme, results = tmp_path / "README.md", tmp_path / "results.json"
-    readme.write_text(f"before\n{kernel.BEGIN}\n{kernel.END}\nafter\n")
-    arguments = ["--tiny", "--rounds", "1", "--dtypes", "bfloat16", "--json", str(results), "--readme", str(readme)]
+    results = tmp_path / "results.json"
+    arguments = ["--tiny", "--rounds", "1", "--dtypes", "bfloat16", "--json", str(results)]
     assert kernel.main(arguments) == 0
     report = json.loads(results.read_text())
     assert [(result["model"], result["dtype"]) for result in report["results"]] == [("tiny", "bfloat16")]
@@ -262,15 +261,10 @@ def test_the_benchmark_of_the_kernels_runs_and_writes_its_table(tmp_path):
     assert report["added_time"]["said"] > 0
     assert report["added_time"]["default_every"] >= 1
     assert report["added_time"]["num_waits"] == 0
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
+    text = capsys.readouterr().out
     assert "a pretended GPU" in text
     assert "| tiny, bfloat16 |" in text
     assert "ailed" not in text
-    readme.write_text(f"{kernel.BEGIN}\n{kernel.END}\n")
-    assert kernel.main(["--results", str(results), "--readme", str(readme)]) == 0
-    assert readme.read_text() in text  # the README has the same table
 
 
 def test_a_part_of_the_benchmark_that_fails_is_named_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
@@ -287,20 +281,19 @@ def test_a_part_of_the_benchmark_that_fails_is_named_and_the_rest_goes_on(tmp_pa
     monkeypatch.setattr(kernel, "measure_received", fails)
     monkeypatch.setattr(kernel, "check", is_wrong_in_float32)
     monkeypatch.setattr(kernel, "measure_added_time", fails)
-    readme, results = tmp_path / "README.md", tmp_path / "results.json"
-    readme.write_text(f"{kernel.BEGIN}\n{kernel.END}\n")
+    results = tmp_path / "results.json"
     dtypes = ["--dtypes", "float32", "bfloat16"]
-    arguments = ["--tiny", "--rounds", "1", *dtypes, "--json", str(results), "--readme", str(readme)]
+    arguments = ["--tiny", "--rounds", "1", *dtypes, "--json", str(results)]
     assert kernel.main(arguments) == 1
     in_float32, in_bfloat16 = json.loads(results.read_text())["results"]
     assert in_float32["candidates"] == {}
     assert in_float32["failures"] == {"the list": "AssertionError: a number is wrong"}
     assert in_bfloat16["failures"] == {"sum_sq": "OutOfMemoryError: CUDA out of memory."}
     assert in_bfloat16["candidates"]["columns"]["gpu_ms"] > 0
-    text = readme.read_text()
+    text, messages = capsys.readouterr()
     assert "Failed: a step: OutOfMemoryError: CUDA out of memory." in text
     assert "| failed |" in text
-    assert "is_wrong_in_float32" in capsys.readouterr().err  # from the traceback
+    assert "is_wrong_in_float32" in messages  # from the traceback
 
 
 def test_the_targets_are_those_that_were_asked_and_a_missed_one_is_called_so():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu_day, kernel_code_table, kernel_table, table
 from benchmarks.gpu_day import Part
+from benchmarks.kernel_step import AddedTime
 
 
 def test_parts_fail_alone_and_results_are_written_after_each(tmp_path: Path) -> None:
@@ -79,8 +81,10 @@ def test_a_page_names_what_failed_and_shows_what_was_measured() -> None:
     row = "| GPT 1.2B, bfloat16 | 1.000 (50%) / 0.20 |"
     assert row in page
     readme = f"before\n{kernel_table.BEGIN}\n{kernel_table.END}\nafter\n"
-    assert row in gpu_day.readme_with(results, readme)
     assert gpu_day.readme_with(None, readme) == readme
+    figures["added_time"] = asdict(AddedTime(30.0, 0.15, 0.01, 0.2, 1.0, 0.1, 0.1, 0))
+    assert "On an NVIDIA H200: a training step of" in gpu_day.readme_with(results, readme)
+    assert "adds 0.15 ms (0.5%), and the host never waits" in gpu_day.readme_with(results, readme)
     assert "MISSED  1.2B bf16, columns" in page
 
 
