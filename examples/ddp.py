@@ -20,7 +20,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 
 def main() -> None:
-    use_cuda = torch.cuda.is_available()
+    use_cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # NCCL needs a GPU for each rank
     dist.init_process_group("nccl" if use_cuda else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")

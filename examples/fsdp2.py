@@ -20,7 +20,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 
 def main() -> None:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    # NCCL needs a GPU for each rank.
+    device_type = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if device_type == "cuda":

@@ -26,6 +26,8 @@ FUSED = {
     "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, dampening=0.1, fused=True),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, fused=True),
 }
+if not hasattr(FUSED["adagrad"]([torch.ones(1)]), "_step_supports_amp_scaling"):
+    del FUSED["adagrad"]  # in torch 2.11 it takes no found_inf, and is guarded with a read
 
 
 class HostReads(TorchDispatchMode):

@@ -68,6 +68,21 @@ def test_the_hosts_time_counts_only_if_the_device_has_waited_for_it() -> None:
     assert device.num_events == 1  # events are used again
 
 
+def test_an_error_of_the_device_does_not_leave_the_monitor() -> None:
+    class Broken:
+        def begin(self) -> None: ...
+
+        def hides(self) -> bool:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    reported: list[Exception] = []
+    boundary = ErrorBoundary(reported.append)
+    boundary.lag = Broken()
+    assert boundary.run(lambda: 1) is None
+    assert [str(error) for error in reported] == ["CUDA error: device-side assert triggered"]
+    assert boundary.stopped
+
+
 def work(timer: DeviceTimer, device: Device, milliseconds: float, where: torch.device = CUDA) -> None:
     with timer.on(where):
         device.queued_at += milliseconds

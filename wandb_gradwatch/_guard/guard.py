@@ -112,10 +112,10 @@ class SkipGuard(Remembers):
     clipping. If several optimizers step after one backward, one that is skipped also skips those after it. A skipped
     step leaves the optimizer's state and all its parameters, watched or not, bit for bit unchanged.
 
-    Torch's fused optimizers (`fused=True`: Adam, AdamW, SGD, Adagrad) get the decision on the device, and the host
-    never waits; the host learns, counts and raises 8 steps later. The first step of a fused optimizer (which creates
-    its state), other optimizers, and `is_bad` cost one read from the device per step. Ranks that hold shards decide
-    together, by a small all-reduce per step: call `watch()` on all of them.
+    Torch's fused optimizers (`fused=True`: Adam, AdamW, SGD; Adagrad from torch 2.13) get the decision on the device,
+    and the host never waits; the host learns, counts and raises 8 steps later. The first step of a fused optimizer
+    (which creates its state), other optimizers, and `is_bad` cost one read from the device per step. Ranks that hold
+    shards decide together, by a small all-reduce per step: call `watch()` on all of them.
 
     A step between samples costs as much as a sample without histogram and parameter norms, plus a dozen operations on
     scalars. If it is skipped, it is counted (`gradwatch/num_guarded_steps`), and a message names the first one.

@@ -70,13 +70,11 @@ class ErrorBoundary:
         if self.stopped or os.getpid() != self._process or graph_is_captured():
             return None
         began = time.perf_counter()
-        if self.lag is not None and not self._depth:
-            self.lag.begin()
         # A sample makes thousands of short-lived tuples, which trigger garbage collections of the whole program: half
         # of our cost with a thousand tensors.
         pauses_collector = not self._depth and gc.isenabled()
         with_autograd = torch.is_grad_enabled()
-        inside_another = False
+        inside_another = is_hidden = False
         # Ctrl-C comes right after a call: every call that changes something is inside the try that takes it back.
         try:
             if pauses_collector:
@@ -88,7 +86,11 @@ class ErrorBoundary:
                     _set_grad_enabled(False)
                     if self.thread.has_company:
                         self.thread.check_turns()
-                    return function(*args, **kwargs)
+                    if self.lag is not None and not inside_another:
+                        self.lag.begin()
+                    answer = function(*args, **kwargs)
+                    is_hidden = not inside_another and self.is_hidden()
+                    return answer
                 except CallbackError:
                     raise
                 except Exception as error:
@@ -97,7 +99,7 @@ class ErrorBoundary:
                 finally:
                     self._depth -= 1
                     _set_grad_enabled(with_autograd)
-                    if not self._depth and not self.is_hidden():
+                    if not (self._depth or is_hidden):
                         self.seconds_spent += time.perf_counter() - began
         except CallbackError as raised:
             if inside_another:
