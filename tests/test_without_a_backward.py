@@ -79,6 +79,21 @@ def test_a_training_of_which_nothing_is_seen_is_told_at_the_end(num_updates, is_
     assert not sink.snapshots
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "own_step_at", "is_said"), [(99, None, False), (250, None, True), (250, 50, False)]
+)
+def test_the_training_of_a_copy_is_told_once(num_steps, own_step_at, is_said, said):
+    model, copy = Chosen(a=2), Chosen(a=2)
+    watcher, _ = watch(model, sample_every=None)
+    own, others = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, copy))
+    for number in range(num_steps):
+        step(copy, others, a=[3.0, 4.0])
+        if number == own_step_at:  # a generator whose critic came first
+            step(model, own, a=[3.0, 4.0])
+    assert sum("no backward has reached the watched model" in text for text in said()) == is_said
+    watcher.remove()
+
+
 @WAYS
 @FUSED
 @pytest.mark.parametrize("sample_every", [1, 2])

@@ -177,9 +177,12 @@ class Sampler(Listener):
         self.boundary.fail(error)
 
     def follows(self, optimizer: Optimizer) -> bool:
-        if (answer := self.parts.optimizers.known_to_follow(optimizer)) is not None:
-            return answer
-        return bool(self.boundary.run(self._learn, optimizer))
+        answer = self.parts.optimizers.known_to_follow(optimizer)
+        if answer is None:
+            answer = bool(self.boundary.run(self._learn, optimizer))
+        if not (answer or self._clock.num_closed) and self.parts.wiring.stepped_elsewhere():
+            self.boundary.run(self._deliver)
+        return answer
 
     def _learn(self, optimizer: Optimizer) -> bool:
         num_known = self.parts.optimizers.num_known

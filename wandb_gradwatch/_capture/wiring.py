@@ -29,6 +29,7 @@ from .parameter_registry import ParameterRegistry
 _STEPS: Final = 3  # number of steps of each optimizer that are checked
 _AGAIN_EVERY: Final = 50  # after these, the sampled steps that are checked for gradients that are no longer reset
 _PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that raise an alert
+_PATIENCE_IN_STEPS: Final = 100  # steps of other models' optimizers before the first gradient of the watched one
 _PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
 _SCAN_EVERY: Final = 5  # samples between scans at least: experts may gain or lose gradients in every sample
 _GROWS: Final = "an optimizer's state that forgets nothing and grows with every step"
@@ -89,6 +90,7 @@ class Wiring:
         self._samples_since_scan = _SCAN_EVERY
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
+        self._num_elsewhere = 0  # number of steps of other models' optimizers before the first sample
         # slot -> version of the parameter when watch() was called
         self._versions_at_begin = parameter_registry.versions()
 
@@ -246,6 +248,20 @@ class Wiring:
                 "the model that is trained.",
                 self._clock.open_step,
             )
+
+    def stepped_elsewhere(self) -> bool:
+        """Count a step of another model's optimizer before the first sample. Returns whether there is a message."""
+        self._num_elsewhere += 1
+        if self._num_elsewhere != _PATIENCE_IN_STEPS or self._clock.marked:
+            return False
+        self._notices.say(
+            "nothing seen",
+            f"{_PATIENCE_IN_STEPS} optimizer steps have been made since watch(), but no backward has reached the "
+            "watched model, and nothing is logged. If a copy of it is trained (copy.deepcopy, "
+            "torch.func.functional_call), pass the model that is trained to watch(). If its own training begins later, "
+            "all is well.",
+        )
+        return True
 
     def stepped_without_the_model(self, optimizer: Optimizer) -> None:
         """Prepare an alert: the model has gradients, but an optimizer steps that holds none of its parameters.
