@@ -41,7 +41,6 @@ from ._row_queue import Row, RowQueue
 
 logger = logging.getLogger("wandb_gradwatch")
 
-MAX_WAITING: Final = 64  # rows, about 35 MB with 256 histograms each; above this number, neighbouring rows are merged
 PATIENCE: Final = 0.1  # seconds that the training waits for an answer of W&B's process, once while it hangs
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
 _MEDIA_COUNTERS: Final = ("_local_step", "_step")  # the names in different versions of W&B
@@ -80,7 +79,7 @@ class RowScheduler:
     callbacks before the run's end.
     """
 
-    def __init__(self, run: Any, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, run: Any) -> None:
         self.ended = False
         self.failed = False  # a row could not be logged, and none will be from then on; the run itself goes on
         self.defined: set[str] = set()  # metric names and patterns that are defined in this run
@@ -93,7 +92,7 @@ class RowScheduler:
         self._from_event_files = _syncs_tensorboard() and not self._shared
         self._in_open_row: dict[object, Row] = {}  # our rows in the open row by owner; used with event files only
         self._may_be_later = False  # the row that contains them may have a later step than the mirror's
-        self._waiting = RowQueue(max_waiting)
+        self._waiting = RowQueue()
         self._open = OpenRow(run.starting_step)
         # Held from reading the open row's state to the end of the log call. Re-entrant, because a signal handler can
         # log or finish the run at any point in this code.
