@@ -22,16 +22,12 @@ const float32At = (offset, count) => new Float32Array(arrays.slice(offset, offse
 // The names x columns codes of one metric, and the meaning of a code.
 class Matrix {
   // meaning: {label, long, colours, format, centre}
-  constructor(description, numNames, numColumns, meaning) {
-    this.key = description.key;
-    this.meaning = meaning;
-    this.even = description.signed === true; // linear steps, for values of both signs; otherwise logarithmic steps
-    this.numColumns = numColumns;
-    this.start = description.start;
-    this.step = description.step;
+  constructor({ key, signed, start, step, offset }, numNames, numColumns, meaning) {
+    Object.assign(this, { key, start, step, numColumns, meaning });
+    this.even = signed === true; // linear steps, for values of both signs; otherwise logarithmic steps
     const size = numNames * numColumns;
-    const low = arrays.subarray(description.offset, description.offset + size);
-    const high = arrays.subarray(description.offset + size, description.offset + 2 * size);
+    const low = arrays.subarray(offset, offset + size);
+    const high = arrays.subarray(offset + size, offset + 2 * size);
     this.codes = new Uint16Array(size);
     for (let cell = 0; cell < size; cell++) this.codes[cell] = low[cell] | (high[cell] << 8);
   }
@@ -40,8 +36,8 @@ class Matrix {
     if (code === CODE_MISSING) return NaN;
     if (code === CODE_ZERO) return 0;
     if (code === CODE_INFINITE) return Infinity;
-    if (this.even) return this.start + this.step * (code - CODE_FIRST);
-    return 10 ** (this.start + this.step * (code - CODE_FIRST));
+    const place = this.start + this.step * (code - CODE_FIRST);
+    return this.even ? place : 10 ** place;
   }
 
   at(name, column) {
@@ -49,9 +45,7 @@ class Matrix {
   }
 
   line(name) {
-    const values = [];
-    for (let column = 0; column < this.numColumns; column++) values.push(this.at(name, column));
-    return values;
+    return Array.from({ length: this.numColumns }, (_, column) => this.at(name, column));
   }
 }
 
