@@ -159,9 +159,8 @@ def _layers(history: Snapshot) -> list[LayerSummary]:
     # Pool neighbouring samples to their maximum, so that at most TRACE_WIDTH remain; missing only if all are missing.
     starts_W = np.linspace(0, len(history), min(TRACE_WIDTH, len(history)), endpoint=False).astype(np.int64)
     trace_WP = np.fmax.reduceat(np.where(bad_SP, np.inf, norm_SP), starts_W, axis=0)
-    present_SP = ~np.isnan(history.num_elements)
     values = (norm_SP, history.grad_param_ratio, history.dead_ratio)
-    newest = [last_present(values_SP, present_SP) for values_SP in values]
+    newest = [last_present(values_SP, history.present) for values_SP in values]
     found = []
     for place, name in enumerate(history.names):
         norms = norm_SP[:, place]
@@ -185,7 +184,7 @@ def _layers(history: Snapshot) -> list[LayerSummary]:
 def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]:
     """Return the positions of the layers, worst first."""
     bad_SP = (history.num_nonfinite > 0) & ~history.skipped[:, None]
-    silent_P = np.isnan(history.num_elements).all(axis=0) & history.trainable
+    silent_P = ~history.present.any(axis=0) & history.trainable
     with np.errstate(invalid="ignore", divide="ignore"):
         share_P = np.nan_to_num(np.fmax.reduce((history.grad_norm / history.total_grad_norm[:, None]) ** 2, axis=0))
     peak_P = [layer.peak if layer.peak > 0 else 1.0 for layer in layers]

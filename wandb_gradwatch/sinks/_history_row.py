@@ -52,15 +52,10 @@ Details = Sequence[str] | Mapping[str, str]
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
 # Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
 _OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE)
-_OF_THE_MODEL: Final = {
-    keys.GRAD_NORM: "grad_norm",
-    keys.GRAD_NORM_CLIPPED: "grad_norm_clipped",
-    keys.GRAD_MEAN: "grad_mean",
-    keys.GRAD_STD: "grad_std",
-    keys.GRAD_ABS_MAX: "grad_abs_max",
-    keys.DEAD_RATIO: "dead_ratio",
-    keys.PARAM_NORM: "param_norm",
-}
+_OF_THE_MODEL: Final = (  # each key is the name of the snapshot's array, behind the prefix
+    *(keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED, keys.GRAD_MEAN, keys.GRAD_STD),
+    *(keys.GRAD_ABS_MAX, keys.DEAD_RATIO, keys.PARAM_NORM),
+)
 
 
 class Rebinner:
@@ -234,7 +229,7 @@ def _newest(snapshot: Snapshot, latest: Snapshot) -> dict[str, Number]:
         keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
         keys.LOSS: float(snapshot.metrics[keys.LOSS][-1]) if keys.LOSS in snapshot.metrics else math.nan,
     }
-    return values | {key: float(getattr(latest, of)[0, -1]) for key, of in _OF_THE_MODEL.items()}
+    return values | {key: float(getattr(latest, key.removeprefix(keys.PREFIX))[0, -1]) for key in _OF_THE_MODEL}
 
 
 def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[str, Number]:

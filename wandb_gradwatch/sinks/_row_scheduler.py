@@ -98,7 +98,6 @@ class RowScheduler:
         # log or finish the run at any point in this code.
         self._log_lock = threading.RLock()
         self._before_end: dict[object, list[Callable[[], object]]] = {}  # by owner
-        self._forget_exit: Callable[[], None] = lambda: None
         self._is_placing = False  # whether the next part is being logged
         self._calls_at_last_put = -1
         self.is_starved = False  # the user has logged nothing between the last two rows, so that rows are queued
@@ -108,11 +107,11 @@ class RowScheduler:
         self._asks_step = not self._shared
         self._answer: Future[int] | None = None  # of the last query of `run.step`
         self._look_at_step(waits=True)
+        self._forget_exit = _call_before_the_end(run, self.end)
         if self._sees_calls:
             # If a run has `_step`, `run.step` is a count of the SDK that drifts: the mirror is more reliable.
             self._asks_step = self._asks_step and "_step" not in vars(run)
             run._log = self._user_log
-        self._forget_exit = _call_before_the_end(run, self.end)
 
     @property
     def num_waiting(self) -> int:

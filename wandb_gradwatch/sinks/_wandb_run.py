@@ -26,11 +26,7 @@ Grouping = Callable[[str], str]
 
 
 def check_details(details: Details) -> Details:
-    """Check `details` and return a copy, which the caller cannot change later.
-
-    Raises:
-        ValueError: a name does not exist, `details` is not a sequence, or a pattern is not a regular expression.
-    """
+    """Check `details` and return a copy, which the caller cannot change later."""
     if isinstance(details, Mapping):
         for name, pattern in details.items():
             try:
