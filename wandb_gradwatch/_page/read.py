@@ -58,11 +58,7 @@ def read_finished_run(path: str | os.PathLike[str], *, seconds: float = 10.0) ->
 
 
 def find_run_file(path: Path) -> Path:
-    """Return the `.wandb` file for a path; the newest one if a directory holds several.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """Return the `.wandb` file for a path; the newest one if a directory holds several."""
     if path.is_file():
         if path.suffix != ".wandb":
             raise ValueError(f"{path} is not a W&B run: give its .wandb file or the directory that holds it")
@@ -83,9 +79,6 @@ def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
     """Yield each complete record after a position in the file, with the position after it; None for damaged bytes.
 
     A record that is incomplete, because it is still being written or was truncated, is left for the next call.
-
-    Raises:
-        ValueError: the file does not begin like a `.wandb` file.
     """
     from wandb.proto import wandb_internal_pb2
 

@@ -151,11 +151,7 @@ def no_project(entity: str, project: str) -> ValueError:
 
 
 def require_workspaces() -> tuple[Any, Any]:
-    """Import wandb-workspaces and return its modules (reports, workspaces).
-
-    Raises:
-        ImportError: wandb-workspaces is not installed; the message names the extra.
-    """
+    """Import wandb-workspaces and return its modules (reports, workspaces)."""
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
