@@ -16,7 +16,7 @@ from .snapshot._arrays import last_present
 
 # S samples, P watched parameters
 
-DEFAULT_LAYERS: Final = 8
+_MAX_LAYERS: Final = 8
 TRACE_WIDTH: Final = 24
 _MAX_NAME: Final = 28
 _MAX_ALERTS: Final = 5
@@ -103,13 +103,7 @@ class Summary:
         return facts
 
 
-def summarise(
-    history: Snapshot | None,
-    *,
-    alerts: Sequence[Alert] = (),
-    overhead_ratio: float = math.nan,
-    max_layers: int = DEFAULT_LAYERS,
-) -> Summary:
+def summarise(history: Snapshot | None, *, alerts: Sequence[Alert] = (), overhead_ratio: float = math.nan) -> Summary:
     """Summarise a history: choose the worst layers and compute their statistics.
 
     The order: layers with NaN or Inf in a sample that AMP did not skip (the earliest sample first; within a sample, the
@@ -125,7 +119,7 @@ def summarise(
         num_samples=len(history),
         num_names=len(history.names),
         total=_layers(history.total)[0],
-        worst=tuple(layers[place] for place in _worst_first(history, layers)[:max_layers]),
+        worst=tuple(layers[place] for place in _worst_first(history, layers)[:_MAX_LAYERS]),
         alerts=tuple(alerts),
         overhead_ratio=overhead_ratio,
         num_guarded=int(np.nan_to_num(history.num_guarded_steps)),
