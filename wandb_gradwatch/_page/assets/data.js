@@ -49,25 +49,22 @@ class Matrix {
   }
 }
 
-const METRICS = {
-  grad_norm: { label: "Norm", long: "gradient norm", colours: "sequential", format: formatNumber },
-  grad_norm_max: { label: "Largest norm", long: "largest norm of the window", colours: "sequential", format: formatNumber },
-  grad_param_ratio: { label: "Grad / param", long: "gradient norm / parameter norm", colours: "diverging", centre: 1e-3, format: formatNumber },
-  param_norm: { label: "Parameters", long: "parameter norm", colours: "sequential", format: formatNumber },
-  dead_ratio: { label: "Dead", long: "share of dead elements", colours: "share", format: formatShare },
-  num_nonfinite: { label: "Non-finite", long: "NaN and Inf elements in the window", colours: "sequential", format: (value) => formatNumber(Math.round(value)) },
+const SHARES = new Set(["dead_ratio", "zero_ratio", "entropy_ratio"]);
+// By grid and metric: what differs from the metric's own words.
+const MEANINGS = {
+  "layer/grad_norm": { label: "Norm", long: "gradient norm" },
+  "layer/grad_norm_max": { label: "Largest norm", long: "largest norm of the window" },
+  "layer/grad_param_ratio": { label: "Grad / param", long: "gradient norm / parameter norm", colours: "diverging", centre: 1e-3 },
+  "layer/param_norm": { label: "Parameters", long: "parameter norm" },
+  "layer/dead_ratio": { label: "Dead", long: "share of dead elements" },
+  "layer/num_nonfinite": { label: "Non-finite", long: "NaN and Inf elements in the window", format: (value) => formatNumber(Math.round(value)) },
+  "update/ratio": { long: "update norm / parameter norm", colours: "diverging", centre: 1e-3 },
 };
 
-const SHARES = new Set(["dead_ratio", "zero_ratio", "entropy_ratio"]);
-const USUAL_UPDATE = 1e-3;
-
 function meaningIn(grid, metric) {
-  if (grid === "layer") return METRICS[metric];
   const words = metric.replaceAll("_", " ");
-  const meaning = { label: words[0].toUpperCase() + words.slice(1), long: words, colours: "sequential", format: formatNumber };
-  if (SHARES.has(metric)) return { ...meaning, colours: "share", format: formatShare };
-  if (grid === "update" && metric === "ratio") return { ...meaning, long: "update norm / parameter norm", colours: "diverging", centre: USUAL_UPDATE };
-  return meaning;
+  const kind = SHARES.has(metric) ? { colours: "share", format: formatShare } : { colours: "sequential", format: formatNumber };
+  return { label: words[0].toUpperCase() + words.slice(1), long: words, ...kind, ...MEANINGS[`${grid}/${metric}`] };
 }
 
 const MAX_CHOSEN = 24; // more lines are unreadable
