@@ -26,7 +26,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from benchmarks.page import write_record
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
-from wandb_gradwatch._page import read
+from wandb_gradwatch._page import packing, read
 from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedAlert, RunHistory, natural_order
 from wandb_gradwatch._page.packing import (
     CODE_FIRST,
@@ -53,7 +53,7 @@ from wandb_gradwatch._page.page import (
     write_page,
 )
 from wandb_gradwatch._page.payload import build_payload, knots, other_axes
-from wandb_gradwatch._page.read import HEADER, RunReader, UnreadableRunError, read_run, steps_between
+from wandb_gradwatch._page.read import HEADER, RunReader, read_run, steps_between
 from wandb_gradwatch.snapshot import keys
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"
@@ -283,8 +283,9 @@ def test_rows_that_a_later_training_in_the_same_run_hides_are_counted(names: tup
     assert all(f"are not shown ({num_hidden})" in note for note in hidden)
 
 
-def test_rows_of_a_run_that_is_too_long_are_merged_as_windows_are() -> None:
-    columns = RowColumns(max_cells=20)  # 10 rows of 2 keys
+def test_rows_of_a_run_that_is_too_long_are_merged_as_windows_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MAX_KEPT_CELLS", 20)  # 10 rows of 2 keys
+    columns = RowColumns()
     for step in range(1, 101):
         columns.add(step, float(step), {"grad_norm_max/a": float(step % 10), "gradwatch/num_nan": 1.0})
     steps, times, values = columns.matrix()
@@ -295,10 +296,10 @@ def test_rows_of_a_run_that_is_too_long_are_merged_as_windows_are() -> None:
     assert values["grad_norm_max/a"].tolist() == [9.0] * 5 + [9.0, 9.0]
 
 
-def test_the_users_scalars_share_their_limit_and_keep_their_spikes() -> None:
-    columns = OwnColumns(
-        max_values=10_000
-    )  # Each of two keys may have 5,000 values; with the 5,001st it is reduced to 2,500 extremes.
+def test_the_users_scalars_share_their_limit_and_keep_their_spikes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each of two keys may have 5,000 values; with the 5,001st it is reduced to 2,500 extremes.
+    monkeypatch.setattr(packing, "MAX_OWN_VALUES", 10_000)
+    columns = OwnColumns()
     for step in range(20_000):
         columns.add("a", step, 197_486.0 if step == 7_000 else 2.0)
         columns.add("b", step, np.nan if step == 13_000 else 1.0)
@@ -365,7 +366,7 @@ def test_a_row_whose_record_is_cut_within_its_first_bytes_is_read(tmp_path: Path
     ],
 )
 def test_a_path_that_is_no_run_is_explained_in_one_sentence(tmp_path: Path, make: object, message: str) -> None:
-    with pytest.raises(UnreadableRunError, match=message):
+    with pytest.raises(ValueError, match=message):
         read_run(make(tmp_path))  # type: ignore[operator]
 
 
@@ -449,8 +450,9 @@ def test_a_histogram_that_is_not_of_our_rows_is_left_out(edges: object, counts: 
     assert limits_and_counts(edges, counts) is None
 
 
-def test_the_collector_stays_bounded_and_even() -> None:
-    collector = HistogramCollector(max_stored=10)
+def test_the_collector_stays_bounded_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MAX_STORED", 10)
+    collector = HistogramCollector()
     for step in range(100):
         collector.add(("", "a"), step, range(66), range(65))
     steps = collector.series()[""]["a"].steps

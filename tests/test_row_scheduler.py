@@ -9,11 +9,13 @@ import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from offline import history
 from user_programs import STYLES, OpenRow, OwnRow, random_program, split_rows, user_rows
 
+from wandb_gradwatch.sinks import _row_queue
 from wandb_gradwatch.sinks._row_scheduler import RowScheduler, row_scheduler_of
 
 
@@ -50,15 +52,16 @@ class ModelRunWithLog(ModelRun):
 
 def play(run: Any, program: list[Any], max_waiting: int = 64) -> None:
     """Run a program and finish the run, like a training script."""
-    row_scheduler = RowScheduler(run, max_waiting)
+    row_scheduler = RowScheduler(run)
     owner = object()
-    for kind, *arguments in program:
-        if kind == "own":
-            row_scheduler.put(owner, OwnRow(arguments))
-        else:
-            data, step, commit = arguments
-            run.log(data, step=step, commit=commit)
-    run.finish()
+    with patch.object(_row_queue, "MAX_WAITING", max_waiting):
+        for kind, *arguments in program:
+            if kind == "own":
+                row_scheduler.put(owner, OwnRow(arguments))
+            else:
+                data, step, commit = arguments
+                run.log(data, step=step, commit=commit)
+        run.finish()
 
 
 def own_logged(run: Any) -> list[int]:
@@ -117,9 +120,10 @@ def test_steps_that_the_user_skips_take_the_rows_that_wait() -> None:
     assert run.core.rows == [(0, {"loss": 0, "own": "0"}), (1, {"own": "1"}), (10, {"loss": 1, "own": "2"})]
 
 
-def test_neighbours_of_one_owner_merge_when_too_many_rows_wait() -> None:
+def test_neighbours_of_one_owner_merge_when_too_many_rows_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_row_queue, "MAX_WAITING", 4)
     run = ModelRunWithLog()
-    row_scheduler = RowScheduler(run, max_waiting=4)
+    row_scheduler = RowScheduler(run)
     first, second = object(), object()
     for number in range(50):
         row_scheduler.put(first, OwnRow([number]))
@@ -389,7 +393,7 @@ def test_a_last_flush_that_was_taken_back_is_not_called() -> None:
     run.finish()
 
 
-def test_a_signal_handler_may_finish_the_run_at_any_moment() -> None:
+def test_a_signal_handler_may_finish_the_run_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     # The handler of SIGUSR1 (preemption) runs inside put(), which holds its lock while rows merge.
     class Interrupting(OwnRow):
         def merge(self, later: OwnRow) -> OwnRow:
@@ -397,7 +401,8 @@ def test_a_signal_handler_may_finish_the_run_at_any_moment() -> None:
             return super().merge(later)
 
     run = ModelRunWithLog()
-    row_scheduler = RowScheduler(run, max_waiting=1)
+    monkeypatch.setattr(_row_queue, "MAX_WAITING", 1)
+    row_scheduler = RowScheduler(run)
     before = signal.signal(signal.SIGUSR1, lambda *_: run.finish())
     try:
         row_scheduler.put("watcher", Interrupting([0]))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from urllib.parse import unquote, urlsplit
 
 import click
@@ -29,9 +29,9 @@ _COUNT_SUFFIX: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 class _Commands(click.Group):
     """Reports errors whose message says what to do in one line; all others keep their traceback."""
 
-    def invoke(self, context: click.Context) -> Any:
+    def invoke(self, context: click.Context) -> NoReturn:
         try:
-            return super().invoke(context)
+            context.exit(super().invoke(context) or 0)  # a command returns its exit status, or None
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt:
@@ -92,12 +92,11 @@ def main(context: click.Context, debug: bool) -> None:
 @click.option("--output", type=_PATH, default="demo-run", show_default=True, metavar="DIR")
 @click.option("--steps", type=int, metavar="N", help="Training steps; the accident happens in the middle.")
 @click.option("--online", is_flag=True, help="Log to your W&B account instead of a local file.")
-@click.pass_context
-def demo(context: click.Context, output: Path, steps: int | None, online: bool) -> None:
+def demo(output: Path, steps: int | None, online: bool) -> int:
     """Train a small GPT, break it on purpose, and show the alert."""
     from ._demo import DEFAULT_STEPS, run_demo
 
-    context.exit(run_demo(output, steps=DEFAULT_STEPS if steps is None else steps, online=online))
+    return run_demo(output, steps=DEFAULT_STEPS if steps is None else steps, online=online)
 
 
 @main.command(
@@ -136,15 +135,14 @@ def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool,
 @click.argument("first", type=_PATH, metavar="RUN_A")
 @click.argument("second", type=_PATH, metavar="RUN_B")
 @_json
-@click.pass_context
-def diff(context: click.Context, first: Path, second: Path, json: bool) -> None:
+def diff(first: Path, second: Path, json: bool) -> int:
     """Report where two runs differ by more than their own variation.
 
     Exit status: 0 no difference, 1 a difference, 2 the runs cannot be compared.
     """
     from ._page.commands import run_diff
 
-    context.exit(run_diff(first, second, json=json))
+    return run_diff(first, second, json=json)
 
 
 def _previewed(command: Callable[..., str]) -> Any:
@@ -218,9 +216,8 @@ def workspace(target: tuple[str, str, str | None], path: Path | None, previews: 
 )
 @click.option("--no-measure", is_flag=True, help="Check the environment only; do not train.")
 @_json
-@click.pass_context
-def doctor(context: click.Context, parameters: int, no_measure: bool, json: bool) -> None:
+def doctor(parameters: int, no_measure: bool, json: bool) -> int:
     """Check this environment, measure the overhead of watch() here, and recommend changes."""
     from ._doctor import run_doctor
 
-    context.exit(run_doctor(None if no_measure else parameters, json=json))
+    return run_doctor(None if no_measure else parameters, json=json)

@@ -73,11 +73,7 @@ class GPT(nn.Module):
 
 
 def read_corpus() -> Tensor:
-    """Return the concatenated top-level modules of Python's standard library as bytes: 1-D, int64.
-
-    Raises:
-        RuntimeError: this Python is installed without its source files.
-    """
+    """Return the concatenated top-level modules of Python's standard library as bytes: 1-D, int64."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     if len(text) < 100 * CONTEXT:
@@ -93,9 +89,6 @@ def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) 
 
     Returns:
         The exit status: 0; 1 if the run's file lacks the rows or the alert; 130 after Ctrl-C.
-
-    Raises:
-        ValueError: steps is less than MIN_STEPS.
     """
     if steps < MIN_STEPS:
         raise ValueError(f"steps={steps} is too short for an accident in the middle; give at least {MIN_STEPS}")

@@ -117,7 +117,7 @@ def check_environment() -> list[Check]:
         _check_device(),
         *map(_check_backend, ("triton", "numba")),
         _check_login(),
-        _check_version("wandb-workspaces", floors, extra="report", extra_is_for="W&B reports and workspaces"),
+        _check_version("wandb-workspaces", floors),
     ]
 
 
@@ -131,10 +131,11 @@ def _floors() -> dict[str, str]:
     return {match[1]: match[2] for match in found if match}
 
 
-def _check_version(name: str, floors: dict[str, str], *, extra: str = "", extra_is_for: str = "") -> Check:
+def _check_version(name: str, floors: dict[str, str]) -> Check:
     version, floor = _version_or_none(name), floors.get(name)
-    if version is None:
-        return Check(name, f"absent (optional: {extra_is_for})", "note", f"pip install '{DISTRIBUTION}[{extra}]'")
+    if version is None:  # only one requirement is optional
+        found = "absent (optional: W&B reports and workspaces)"
+        return Check(name, found, "note", f"pip install '{DISTRIBUTION}[report]'")
     if floor and _release(version) < _release(floor):
         advice = f"{name} {floor} or newer is needed:\npip install --upgrade '{name}>={floor}'"
         return Check(name, version, "problem", advice)

@@ -16,7 +16,7 @@ from .snapshot._arrays import last_present
 
 # S samples, P watched parameters
 
-DEFAULT_LAYERS: Final = 8
+_MAX_LAYERS: Final = 8
 TRACE_WIDTH: Final = 24
 _MAX_NAME: Final = 28
 _MAX_ALERTS: Final = 5
@@ -103,13 +103,7 @@ class Summary:
         return facts
 
 
-def summarise(
-    history: Snapshot | None,
-    *,
-    alerts: Sequence[Alert] = (),
-    overhead_ratio: float = math.nan,
-    max_layers: int = DEFAULT_LAYERS,
-) -> Summary:
+def summarise(history: Snapshot | None, *, alerts: Sequence[Alert] = (), overhead_ratio: float = math.nan) -> Summary:
     """Summarise a history: choose the worst layers and compute their statistics.
 
     The order: layers with NaN or Inf in a sample that AMP did not skip (the earliest sample first; within a sample, the
@@ -125,7 +119,7 @@ def summarise(
         num_samples=len(history),
         num_names=len(history.names),
         total=_layers(history.total)[0],
-        worst=tuple(layers[place] for place in _worst_first(history, layers)[:max_layers]),
+        worst=tuple(layers[place] for place in _worst_first(history, layers)[:_MAX_LAYERS]),
         alerts=tuple(alerts),
         overhead_ratio=overhead_ratio,
         num_guarded=int(np.nan_to_num(history.num_guarded_steps)),
@@ -159,9 +153,8 @@ def _layers(history: Snapshot) -> list[LayerSummary]:
     # Pool neighbouring samples to their maximum, so that at most TRACE_WIDTH remain; missing only if all are missing.
     starts_W = np.linspace(0, len(history), min(TRACE_WIDTH, len(history)), endpoint=False).astype(np.int64)
     trace_WP = np.fmax.reduceat(np.where(bad_SP, np.inf, norm_SP), starts_W, axis=0)
-    present_SP = ~np.isnan(history.num_elements)
     values = (norm_SP, history.grad_param_ratio, history.dead_ratio)
-    newest = [last_present(values_SP, present_SP) for values_SP in values]
+    newest = [last_present(values_SP, history.present) for values_SP in values]
     found = []
     for place, name in enumerate(history.names):
         norms = norm_SP[:, place]
@@ -185,7 +178,7 @@ def _layers(history: Snapshot) -> list[LayerSummary]:
 def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]:
     """Return the positions of the layers, worst first."""
     bad_SP = (history.num_nonfinite > 0) & ~history.skipped[:, None]
-    silent_P = np.isnan(history.num_elements).all(axis=0) & history.trainable
+    silent_P = ~history.present.any(axis=0) & history.trainable
     with np.errstate(invalid="ignore", divide="ignore"):
         share_P = np.nan_to_num(np.fmax.reduce((history.grad_norm / history.total_grad_norm[:, None]) ** 2, axis=0))
     peak_P = [layer.peak if layer.peak > 0 else 1.0 for layer in layers]

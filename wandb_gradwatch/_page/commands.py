@@ -19,9 +19,6 @@ from .serve import PageServer
 
 POLL_SECONDS: Final = 3.0  # between two reads of the file; at least four times as long as a read takes
 LAST_LOOK_SECONDS: Final = 15.0  # after the run's end, for open pages to fetch the last rows
-ALIKE: Final = 0
-DIFFERENT: Final = 1
-UNUSABLE: Final = 2
 
 
 def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches: bool, json: bool) -> None:
@@ -86,12 +83,12 @@ def _say_progress(rows: int) -> None:
 
 def _say_notes(history: RunHistory, *, err: bool) -> None:
     notes = list(history.notes)
-    if history.num_rows and not len(history.steps):
-        notes.append("The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init().")
-    elif not len(history.steps):
+    if not len(history.steps):
         notes.append(
-            "The run has no rows yet. Rows of gradients are queued until the script calls run.log(), or the run ends; "
-            "a process that is killed loses them. If the script never calls run.log(), use "
+            "The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init()."
+            if history.num_rows
+            else "The run has no rows yet. Rows of gradients are queued until the script calls run.log(), or the run "
+            "ends; a process that is killed loses them. If the script never calls run.log(), use "
             "watch(model, sinks=[WandbSink(commit=True)])."
         )
     for note in notes:
@@ -123,13 +120,13 @@ def _many(things: Sized, noun: str) -> str:
 
 
 def run_diff(first: Path, second: Path, *, json: bool) -> int:
-    """Print where two runs differ, and return the exit status: ALIKE, DIFFERENT or UNUSABLE."""
+    """Print where two runs differ; return the exit status: 0 alike, 1 different, 2 they cannot be compared."""
     try:
         runs = (read.read_run(first), read.read_run(second))
         found = compare(*runs)
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
-        return UNUSABLE
+        return 2
     settings, parting = differing_settings(runs[0].config, runs[1].config), found.parting
     if json:
         of_runs = zip(runs, found.verdicts, strict=True)
@@ -150,7 +147,7 @@ def run_diff(first: Path, second: Path, *, json: bool) -> int:
     else:
         click.echo(click.style(sentence(found) + ".", bold=True))
         pairs([*_differences(found, runs), ("settings", listing(list(settings.items()), _changed) or "the same")])
-    return ALIKE if found.alike else DIFFERENT
+    return int(not found.alike)
 
 
 def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> list[tuple[str, str]]:

@@ -202,11 +202,7 @@ def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], Blob]:
-    """Build the content of the page of several runs: (JSON-able content, bytes).
-
-    Raises:
-        ValueError: there are too many runs, or one has no layer or step in common with the first.
-    """
+    """Build the content of the page of several runs: (JSON-able content, bytes); raises like compare."""
     if len(histories) > MAX_RUNS:
         raise ValueError(f"{len(histories)} runs are too many for one page; give at most {MAX_RUNS}")
     blob = Blob()

@@ -88,11 +88,9 @@ class RunHistory:
 
         The order is the model's, if the run's configuration has it; other names follow in natural order (2 before 10).
         """
-        found = dict.fromkeys(
-            key.split("/", 1)[1] for key in self.values if key.split("/", 1)[0] in keys.LAYER_FAMILIES and "/" in key
-        )
-        found.update(dict.fromkeys(self.histograms))
-        return self.in_order(found)
+        parts = (key.partition("/") for key in self.values)
+        found = dict.fromkeys(name for family, slash, name in parts if slash and family in keys.LAYER_FAMILIES)
+        return self.in_order(found | dict.fromkeys(self.histograms))
 
     @property
     def in_model_order(self) -> bool:

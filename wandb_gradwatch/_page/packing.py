@@ -163,10 +163,9 @@ def pool_extremes(steps_N: FloatArray, values_N: FloatArray, most: int) -> tuple
 class RowColumns:
     """The values of wandb_gradwatch's keys, one row per step. Too many rows are merged with their neighbours."""
 
-    def __init__(self, max_cells: int = MAX_KEPT_CELLS) -> None:
+    def __init__(self) -> None:
         self.merged = 1  # steps per row; the last row may have fewer
         self._num_steps = 0
-        self._max_cells = max_cells
         self._steps = array("q")
         self._times = array("d")
         self._columns: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -174,7 +173,7 @@ class RowColumns:
     def add(self, step: int, time: object, numbers: Mapping[str, float]) -> None:
         """Add the numbers of a step; numbers of the same step share one row. A `time` that is no number becomes NaN."""
         if not self._steps or self._steps[-1] != step:
-            if self._num_steps % self.merged == 0 and len(self._steps) * len(self._columns) > self._max_cells:
+            if self._num_steps % self.merged == 0 and len(self._steps) * len(self._columns) > MAX_KEPT_CELLS:
                 self._merge_neighbours()
             if self._num_steps % self.merged == 0:
                 self._steps.append(step)
@@ -222,8 +221,7 @@ class RowColumns:
 class OwnColumns:
     """The user's scalars, each with its own steps. A scalar with too many values is reduced to its extremes."""
 
-    def __init__(self, max_values: int = MAX_OWN_VALUES) -> None:
-        self._max_values = max_values
+    def __init__(self) -> None:
         self._columns: defaultdict[str, tuple[array[float], array[float]]]
         self._columns = defaultdict(lambda: (array("d"), array("d")))
 
@@ -232,7 +230,7 @@ class OwnColumns:
         steps, values = self._columns[key]
         steps.append(step)
         values.append(value)
-        most = max(self._max_values // len(self._columns), MIN_OWN_VALUES)
+        most = max(MAX_OWN_VALUES // len(self._columns), MIN_OWN_VALUES)
         if len(values) > most:
             thinned = pool_extremes(np.array(steps), np.array(values), most // 2)
             self._columns[key] = (array("d", thinned[0].tolist()), array("d", thinned[1].tolist()))
@@ -246,8 +244,7 @@ class OwnColumns:
 class HistogramCollector:
     """Keeps histograms, evenly thinned over time: when there are too many, every second one of each name is dropped."""
 
-    def __init__(self, max_stored: int = MAX_STORED) -> None:
-        self._max_stored = max_stored
+    def __init__(self) -> None:
         self._stride = 1
         self._seen: Counter[tuple[str, str]] = Counter()
         # By family and name, as from keys.split_histogram: step, lower and upper limit, counts.
@@ -261,7 +258,7 @@ class HistogramCollector:
             return
         self._kept.setdefault(name, []).append((step, *checked))
         self._num_kept += 1
-        if self._num_kept > self._max_stored:
+        if self._num_kept > MAX_STORED:
             self._stride *= 2
             self._kept = {kept: stored[::2] for kept, stored in self._kept.items()}
             self._num_kept = sum(map(len, self._kept.values()))

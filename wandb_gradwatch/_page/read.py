@@ -31,10 +31,6 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _STEP_IN_TEXT: Final = re.compile(r"\bstep[ =]+(\d{1,18})\b", re.IGNORECASE)
 
 
-class UnreadableRunError(ValueError):
-    """The path holds no run that can be read; the message says what to do."""
-
-
 def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> RunHistory:
     """Read everything that wandb_gradwatch logged to a run from the run's own file.
 
@@ -46,7 +42,7 @@ def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | 
         progress: called every 100 rows with the number of history rows read so far.
 
     Raises:
-        UnreadableRunError (a ValueError): there is no run at `path`, or its file cannot be read.
+        ValueError: there is no run at `path`, or its file cannot be read; the message says what to do.
     """
     reader = RunReader(find_run_file(Path(path)))
     reader.read_on(progress=progress)
@@ -62,22 +58,18 @@ def read_finished_run(path: str | os.PathLike[str], *, seconds: float = 10.0) ->
 
 
 def find_run_file(path: Path) -> Path:
-    """Return the `.wandb` file for a path; the newest one if a directory holds several.
-
-    Raises:
-        UnreadableRunError: there is no such file.
-    """
+    """Return the `.wandb` file for a path; the newest one if a directory holds several."""
     if path.is_file():
         if path.suffix != ".wandb":
-            raise UnreadableRunError(f"{path} is not a W&B run: give its .wandb file or the directory that holds it")
+            raise ValueError(f"{path} is not a W&B run: give its .wandb file or the directory that holds it")
         return path.resolve()
     if not path.is_dir():
-        raise UnreadableRunError(f"there is no file or directory {path}")
+        raise ValueError(f"there is no file or directory {path}")
     for pattern in ("*.wandb", "*run-*/*.wandb", "wandb/*run-*/*.wandb"):
         files = [file for file in path.glob(pattern) if file.is_file()]
         if files:
             return max(files, key=lambda file: (file.stat().st_mtime_ns, file.name)).resolve()
-    raise UnreadableRunError(
+    raise ValueError(
         f"{path} holds no W&B run: there is no .wandb file in it, nor in a wandb/ directory below it; "
         "give the directory that wandb.init() or the end of the run printed"
     )
@@ -87,9 +79,6 @@ def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
     """Yield each complete record after a position in the file, with the position after it; None for damaged bytes.
 
     A record that is incomplete, because it is still being written or was truncated, is left for the next call.
-
-    Raises:
-        UnreadableRunError: the file does not begin like a `.wandb` file.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -97,7 +86,7 @@ def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
         header = file.read(len(HEADER))
         if not HEADER.startswith(header):
-            raise UnreadableRunError(f"{path} cannot be read as a W&B run: its header is another one")
+            raise ValueError(f"{path} cannot be read as a W&B run: its header is another one")
         parts: list[bytes] | None = None  # of the current record; None between records
         at = max(place, len(HEADER)) % _BLOCK
         block_start = file.seek(max(place, len(HEADER)) - at)
@@ -130,8 +119,9 @@ class RunReader:
         self._place = 0  # position in the file, after the last complete record
         self._num_damaged = 0  # number of blocks with a wrong checksum
         self.num_rows = 0
+        self.finished = False
         # The fields of a RunHistory that records of the file set.
-        self._told: dict[str, Any] = {"run_id": path.stem.removeprefix("run-"), "finished": False}
+        self._told: dict[str, Any] = {"run_id": path.stem.removeprefix("run-")}
         self._config: dict[str, Any] = {}
         self._alerts: list[RecordedAlert] = []
         self._last_step: int | None = None
@@ -141,10 +131,6 @@ class RunReader:
         self._rows = RowColumns()  # keys of wandb_gradwatch, by the sample's step
         self._own = OwnColumns()  # keys of the user, by W&B's step
         self._placed = (array("q"), array("q"))  # for every row of wandb_gradwatch: W&B's step, and the sample's step
-
-    @property
-    def finished(self) -> bool:
-        return bool(self._told["finished"])
 
     def read_on(self, *, progress: Callable[[int], None] | None = None) -> int:
         """Read what was written since the last call, and return the number of relevant records.
@@ -172,7 +158,7 @@ class RunReader:
             elif kind == "config":  # settings after the start of the run, including the names of the layers
                 self._config |= _settings_of(record.config)
             elif kind == "exit":
-                self._told |= {"finished": True, "exit_code": record.exit.exit_code}
+                self.finished, self._told["exit_code"] = True, record.exit.exit_code
             else:
                 continue
             num_records += record is not None
@@ -235,6 +221,7 @@ class RunReader:
         return RunHistory(
             path=self._path,
             **({"name": self._told["run_id"]} | self._told),
+            finished=self.finished,
             config=dict(self._config),
             num_rows=self.num_rows,
             steps=steps,
@@ -268,8 +255,7 @@ class RunReader:
 def _scalars_of(history: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a row with their values, numbers as float; nested keys are joined by dots."""
     for item in history.item:
-        nested, text = item.nested_key, item.value_json
-        key = item.key or (nested[0] if len(nested) == 1 else ".".join(nested))
+        key, text = item.key or ".".join(item.nested_key), item.value_json
         first = text[:1]
         if first and first in "-0123456789NI":  # a number, including W&B's NaN and Infinity
             yield key, float(text)

@@ -6,9 +6,8 @@ Previews show both as a page on this machine before anything is sent, with panel
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +32,7 @@ CHART_NAME: Final = "gradwatch-flow-1"
 # table, which is the model's. Zero has no logarithm, so its cells stay empty, as do those of missing values.
 FLOW_SPEC: Final = Path(__file__).with_name("flow.json")
 # The chart's fields, and the flight recorder's columns that fill them.
-FLOW_FIELDS: Final[Mapping[str, str]] = MappingProxyType({"step": "step", "layer": "name", "norm": "grad_norm"})
+FLOW_FIELDS: Final = {"step": "step", "layer": "name", "norm": "grad_norm"}
 VIEW_NAME: Final = "Gradients"
 # The part of the view's URL that is derived from its name, to find the view again. W&B's ids have this format.
 _VIEW_ID: Final = f"gw{hashlib.sha256(VIEW_NAME.encode()).hexdigest()[:9]}"
@@ -141,7 +140,7 @@ def _recorder_panels(reports: Any, flow_chart: str | None) -> list[Any]:
     chart = reports.CustomChart(
         query={"summaryTable": {"tableKey": keys.FLIGHT_RECORDER}},
         chart_name=flow_chart,
-        chart_fields=dict(FLOW_FIELDS),
+        chart_fields=FLOW_FIELDS,
         chart_strings={"title": "Gradient flow: layers by steps"},
         layout=reports.Layout(w=24, h=12),
     )

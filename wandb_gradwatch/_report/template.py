@@ -44,12 +44,9 @@ def _forecast(what: str, *, without: str | None = None) -> tuple[str, ...]:
     return tuple(keys.forecast_key(name, what) for name in keys.FORMATS if name != without)
 
 
-def _layers(title: str, family: str, **options: Any) -> LinePanel:
-    return LinePanel(title, pattern=f"^{family}/.+", **options)
-
-
-def _metric(title: str, family: str, metric: str, **options: Any) -> LinePanel:
-    return LinePanel(title, pattern=f"^{family}/.+/{metric}$", **options)
+def _every(title: str, family: str, metric: str = "", **options: Any) -> LinePanel:
+    """A panel with one line per layer, or per module, head or group that has the metric."""
+    return LinePanel(title, pattern=f"^{family}/.+" + (f"/{metric}$" if metric else ""), **options)
 
 
 _INTERVAL: Final = tuple(f"{keys.NOISE_SCALE}/total/{keys.NOISE_SCALE}{end}" for end in ("", "_low", "_high"))
@@ -64,21 +61,21 @@ SECTIONS: Final[Mapping[str, tuple[LinePanel, ...]]] = {  # by the key of their 
         LinePanel("Clip ratio", (keys.CLIP_RATIO,), range_y=(0.0, 1.0)),
     ),
     "lines": (
-        _layers("Gradient norm of every layer", keys.LAYER_GRAD_NORM, log_y=True),
-        _layers("Largest norm of each window, every layer", keys.LAYER_GRAD_NORM_MAX, log_y=True),
+        _every("Gradient norm of every layer", keys.LAYER_GRAD_NORM, log_y=True),
+        _every("Largest norm of each window, every layer", keys.LAYER_GRAD_NORM_MAX, log_y=True),
     ),
     "ratio": (
-        _layers("Gradient / parameter norm (healthy: 1e-6 to 1)", keys.LAYER_GRAD_PARAM_RATIO, log_y=True),
+        _every("Gradient / parameter norm (healthy: 1e-6 to 1)", keys.LAYER_GRAD_PARAM_RATIO, log_y=True),
         LinePanel("Parameter norm, whole model", (keys.PARAM_NORM,), log_y=True),
-        _layers("Parameter norm of every layer", keys.LAYER_PARAM_NORM, log_y=True),
+        _every("Parameter norm of every layer", keys.LAYER_PARAM_NORM, log_y=True),
     ),
     "dead": (
         LinePanel("Dead elements, whole model", (keys.DEAD_RATIO,), range_y=(0.0, None)),
-        _layers("Dead elements of every layer", keys.LAYER_DEAD_RATIO, range_y=(0.0, 1.0)),
+        _every("Dead elements of every layer", keys.LAYER_DEAD_RATIO, range_y=(0.0, 1.0)),
     ),
     "nonfinite": (
         LinePanel("NaN and Inf elements, whole model", (keys.NUM_NAN, keys.NUM_INF)),
-        _layers("NaN and Inf elements of every layer", keys.LAYER_NUM_NONFINITE),
+        _every("NaN and Inf elements of every layer", keys.LAYER_NUM_NONFINITE),
     ),
     "scale": (
         LinePanel("Loss scale", (keys.LOSS_SCALE,), log_y=True),
@@ -101,40 +98,40 @@ SECTIONS: Final[Mapping[str, tuple[LinePanel, ...]]] = {  # by the key of their 
         LinePanel("Octaves up to overflow", _forecast("headroom", without="bf16")),
     ),
     "activation": (
-        _metric("Spread of every module's output", keys.ACTIVATION, "std", log_y=True),
-        _metric("Dead outputs", keys.ACTIVATION, "dead_ratio", range_y=(0.0, 1.0)),
-        _metric("NaN and Inf outputs", keys.ACTIVATION, "num_nonfinite"),
+        _every("Spread of every module's output", keys.ACTIVATION, "std", log_y=True),
+        _every("Dead outputs", keys.ACTIVATION, "dead_ratio", range_y=(0.0, 1.0)),
+        _every("NaN and Inf outputs", keys.ACTIVATION, "num_nonfinite"),
     ),
     "attention": (
-        _metric("Entropy of every head, of the possible", keys.ATTENTION, "entropy_ratio", range_y=(0, 1)),
-        _metric("Largest element of queries and keys", keys.ATTENTION, "(query|key)_abs_max", log_y=True),
-        _metric("Largest logit (limit: 100)", keys.ATTENTION, keys.LOGIT_MAX, log_y=True),
+        _every("Entropy of every head, of the possible", keys.ATTENTION, "entropy_ratio", range_y=(0, 1)),
+        _every("Largest element of queries and keys", keys.ATTENTION, "(query|key)_abs_max", log_y=True),
+        _every("Largest logit (limit: 100)", keys.ATTENTION, keys.LOGIT_MAX, log_y=True),
     ),
     "router": (
-        _metric("Fullest expert (1 is the ideal)", keys.ROUTER, "load_max_ratio", log_y=True),
-        _metric("Experts without a token", keys.ROUTER, keys.DEAD_EXPERTS),
-        _metric("Entropy, of the possible", keys.ROUTER, "entropy_ratio", range_y=(0, 1)),
+        _every("Fullest expert (1 is the ideal)", keys.ROUTER, "load_max_ratio", log_y=True),
+        _every("Experts without a token", keys.ROUTER, keys.DEAD_EXPERTS),
+        _every("Entropy, of the possible", keys.ROUTER, "entropy_ratio", range_y=(0, 1)),
     ),
-    "update": (_metric("Update / parameter norm (usual: 1e-3)", keys.UPDATE, "ratio", log_y=True),),
+    "update": (_every("Update / parameter norm (usual: 1e-3)", keys.UPDATE, "ratio", log_y=True),),
     "optimizer_state": (
-        _metric("Stale second moment (alarming: 2.3)", keys.OPTIMIZER_STATE, keys.STALE),
-        _metric("Update in units of the learning rate", keys.OPTIMIZER_STATE, "update_rms"),
-        _metric("Share that has a direction", keys.OPTIMIZER_STATE, "coherence"),
+        _every("Stale second moment (alarming: 2.3)", keys.OPTIMIZER_STATE, keys.STALE),
+        _every("Update in units of the learning rate", keys.OPTIMIZER_STATE, "update_rms"),
+        _every("Share that has a direction", keys.OPTIMIZER_STATE, "coherence"),
     ),
     "noise_scale": (
-        _metric("Noise scale", keys.NOISE_SCALE, "noise_scale", log_y=True),
+        _every("Noise scale", keys.NOISE_SCALE, "noise_scale", log_y=True),
         LinePanel("Of all groups together, with its 95 % interval", _INTERVAL, log_y=True),
-        _metric("Cosine between parts of a batch", keys.NOISE_SCALE, "cosine"),
+        _every("Cosine between parts of a batch", keys.NOISE_SCALE, "cosine"),
     ),
     "parameter": (
-        _metric("Largest singular value", keys.PARAMETER, "largest_singular_value", log_y=True),
-        _metric("Stable rank", keys.PARAMETER, "stable_rank", log_y=True),
+        _every("Largest singular value", keys.PARAMETER, "largest_singular_value", log_y=True),
+        _every("Stable rank", keys.PARAMETER, "stable_rank", log_y=True),
     ),
     "ranks": (
-        _metric("Seconds of each rank's own work", keys.RANKS, keys.SECONDS, log_y=True),
-        _metric("Norm of each rank's own gradient", keys.RANKS, "local_norm", log_y=True),
-        _metric("Loss of each rank", keys.RANKS, "loss"),
-        _metric("Ranks whose parameters differ", keys.RANKS, keys.APART),
+        _every("Seconds of each rank's own work", keys.RANKS, keys.SECONDS, log_y=True),
+        _every("Norm of each rank's own gradient", keys.RANKS, "local_norm", log_y=True),
+        _every("Loss of each rank", keys.RANKS, "loss"),
+        _every("Ranks whose parameters differ", keys.RANKS, keys.APART),
     ),
     "spread": (LinePanel("Mean and deviation", (keys.GRAD_MEAN, keys.GRAD_STD)),),
     "overhead": (LinePanel("Share of the training time", (keys.OVERHEAD_RATIO,)),),
@@ -154,11 +151,7 @@ def no_project(entity: str, project: str) -> ValueError:
 
 
 def require_workspaces() -> tuple[Any, Any]:
-    """Import wandb-workspaces and return its modules (reports, workspaces).
-
-    Raises:
-        ImportError: wandb-workspaces is not installed; the message names the extra.
-    """
+    """Import wandb-workspaces and return its modules (reports, workspaces)."""
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces

@@ -52,15 +52,10 @@ Details = Sequence[str] | Mapping[str, str]
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
 # Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
 _OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE)
-_OF_THE_MODEL: Final = {
-    keys.GRAD_NORM: "grad_norm",
-    keys.GRAD_NORM_CLIPPED: "grad_norm_clipped",
-    keys.GRAD_MEAN: "grad_mean",
-    keys.GRAD_STD: "grad_std",
-    keys.GRAD_ABS_MAX: "grad_abs_max",
-    keys.DEAD_RATIO: "dead_ratio",
-    keys.PARAM_NORM: "param_norm",
-}
+_OF_THE_MODEL: Final = (  # each key is the name of the snapshot's array, behind the prefix
+    *(keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED, keys.GRAD_MEAN, keys.GRAD_STD),
+    *(keys.GRAD_ABS_MAX, keys.DEAD_RATIO, keys.PARAM_NORM),
+)
 
 
 class Rebinner:
@@ -114,8 +109,7 @@ class HistoryRow:
     """One history row before it is logged."""
 
     step: int  # step of the last sample
-    newest: dict[str, Number]  # values of the last sample; merging with a later row drops all of them
-    last: dict[str, Number]  # the last known value of each key; NaN if the layer's last gradient has no such value
+    last: dict[str, Number]  # the last value of each key; NaN if it is missing there, and no earlier one replaces it
     largest: dict[str, Number]  # maxima over the window
     summed: dict[str, Number]  # sums over the window
     samples: Counter[str]  # number of samples: "all", "known" (clipping is known), "clipped", "changed" (otherwise)
@@ -131,7 +125,7 @@ class HistoryRow:
         """Make the row of a window with at least one sample; `details` selects statistics out of keys.DETAILS."""
         names, latest = snapshot.names, _latest(snapshot)
         shown_P = np.logical_or.reduce(snapshot.present, axis=0)
-        last: dict[str, Number] = {}
+        of_metrics: dict[str, Number] = {}
         largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
         largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         summed = {keys.NUM_SKIPPED_STEPS: float(np.count_nonzero(snapshot.skipped))}
@@ -139,12 +133,12 @@ class HistoryRow:
             if keys.is_count(name):
                 summed[name] = float(np.nansum(values_S))
             elif name not in _OF_SAMPLES and not name.startswith(keys.WIRING):
-                last[keys.in_key(name)] = _last(values_S)
+                of_metrics[keys.in_key(name)] = _last(values_S)
             if name.startswith(keys.TOTAL):
                 total_max = keys.in_key(keys.TOTAL_MAX + name.removeprefix(keys.TOTAL))
                 largest[total_max] = float(np.fmax.reduce(values_S))
         summed |= _num_nonfinite(snapshot, shown_P)
-        last = _present(last)
+        last = _newest(snapshot, latest) | _present(of_metrics)
         patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
         for family in (*_FAMILIES, *(keys.DETAILS[name] for name in details)):
             values, asked_P = _named(family, names, getattr(latest, family)[0, :-1]), shown_P
@@ -156,7 +150,6 @@ class HistoryRow:
         counted_PC = _counted_rows(snapshot)
         return cls(
             step=int(snapshot.steps[-1]),
-            newest=_present(_newest(snapshot, latest)),
             last=last,
             largest=_present(largest),
             summed={key: int(value) for key, value in _present(summed).items()},
@@ -185,7 +178,7 @@ class HistoryRow:
 
     def scalars(self) -> dict[str, Number]:
         """All scalars of the row; the step and the model-wide scalars of the last sample come first."""
-        scalars: dict[str, Number] = {keys.STEP: self.step, **self.newest}
+        scalars: dict[str, Number] = {keys.STEP: self.step, **_present(self.last)}
         if self.samples["known"]:
             scalars[keys.CLIP_RATIO] = self.samples["clipped"] / self.samples["known"]
         if self.samples["changed"]:
@@ -194,7 +187,7 @@ class HistoryRow:
             quantiles = self.whole.abs_quantile(list(keys.GRAD_ABS_QUANTILES.values()))[:, 0].tolist()
             quantiles_of_whole = dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True))
             scalars |= _present(quantiles_of_whole | forecast(self.whole))
-        scalars |= self.summed | self.largest | _present(self.last)
+        scalars |= self.summed | self.largest
         if not self.namespace:
             return scalars
         return {keys.in_namespace(key, self.namespace): value for key, value in scalars.items()}
@@ -236,7 +229,7 @@ def _newest(snapshot: Snapshot, latest: Snapshot) -> dict[str, Number]:
         keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
         keys.LOSS: float(snapshot.metrics[keys.LOSS][-1]) if keys.LOSS in snapshot.metrics else math.nan,
     }
-    return values | {key: float(getattr(latest, of)[0, -1]) for key, of in _OF_THE_MODEL.items()}
+    return values | {key: float(getattr(latest, key.removeprefix(keys.PREFIX))[0, -1]) for key in _OF_THE_MODEL}
 
 
 def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[str, Number]:

@@ -20,6 +20,7 @@ class Row(Protocol):
         """The dictionaries to log, in order. Each part needs a W&B row of its own."""
 
 
+MAX_WAITING: Final = 64  # rows, about 35 MB with 256 histograms each; above this number, neighbouring rows are merged
 _MAX_TOGETHER: Final = 8  # rows that share one W&B row; their parts have at most 1 MB, and W&B drops rows above 10.4 MB
 
 
@@ -35,11 +36,10 @@ class RowQueue:
 
     The lock is not held during a log call, so `put` never waits for one. The lock is re-entrant because a signal
     handler can log or finish the run at any point in this code.
-    When the queue holds more than `max_waiting` rows, two neighbouring rows of one owner are merged.
+    When the queue holds more than MAX_WAITING rows, two neighbouring rows of one owner are merged.
     """
 
-    def __init__(self, max_waiting: int) -> None:
-        self._max_waiting = max_waiting
+    def __init__(self) -> None:
         self._waiting: deque[_QueuedRow] = deque()
         self._parts: deque[dict[str, Any]] = deque()
         self._lock = threading.RLock()
@@ -51,7 +51,7 @@ class RowQueue:
     def put(self, owner: object, row: Row) -> None:
         with self._lock:
             self._waiting.append(_QueuedRow(owner, row))
-            if len(self._waiting) > self._max_waiting:
+            if len(self._waiting) > MAX_WAITING:
                 self._merge_neighbours()
 
     def next_part(self) -> dict[str, Any] | None:

@@ -41,7 +41,6 @@ from ._row_queue import Row, RowQueue
 
 logger = logging.getLogger("wandb_gradwatch")
 
-MAX_WAITING: Final = 64  # rows, about 35 MB with 256 histograms each; above this number, neighbouring rows are merged
 PATIENCE: Final = 0.1  # seconds that the training waits for an answer of W&B's process, once while it hangs
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
 _MEDIA_COUNTERS: Final = ("_local_step", "_step")  # the names in different versions of W&B
@@ -80,7 +79,7 @@ class RowScheduler:
     callbacks before the run's end.
     """
 
-    def __init__(self, run: Any, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, run: Any) -> None:
         self.ended = False
         self.failed = False  # a row could not be logged, and none will be from then on; the run itself goes on
         self.defined: set[str] = set()  # metric names and patterns that are defined in this run
@@ -93,13 +92,12 @@ class RowScheduler:
         self._from_event_files = _syncs_tensorboard() and not self._shared
         self._in_open_row: dict[object, Row] = {}  # our rows in the open row by owner; used with event files only
         self._may_be_later = False  # the row that contains them may have a later step than the mirror's
-        self._waiting = RowQueue(max_waiting)
+        self._waiting = RowQueue()
         self._open = OpenRow(run.starting_step)
         # Held from reading the open row's state to the end of the log call. Re-entrant, because a signal handler can
         # log or finish the run at any point in this code.
         self._log_lock = threading.RLock()
         self._before_end: dict[object, list[Callable[[], object]]] = {}  # by owner
-        self._forget_exit: Callable[[], None] = lambda: None
         self._is_placing = False  # whether the next part is being logged
         self._calls_at_last_put = -1
         self.is_starved = False  # the user has logged nothing between the last two rows, so that rows are queued
@@ -109,11 +107,11 @@ class RowScheduler:
         self._asks_step = not self._shared
         self._answer: Future[int] | None = None  # of the last query of `run.step`
         self._look_at_step(waits=True)
+        self._forget_exit = _call_before_the_end(run, self.end)
         if self._sees_calls:
             # If a run has `_step`, `run.step` is a count of the SDK that drifts: the mirror is more reliable.
             self._asks_step = self._asks_step and "_step" not in vars(run)
             run._log = self._user_log
-        self._forget_exit = _call_before_the_end(run, self.end)
 
     @property
     def num_waiting(self) -> int:

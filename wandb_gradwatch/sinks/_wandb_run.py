@@ -26,11 +26,7 @@ Grouping = Callable[[str], str]
 
 
 def check_details(details: Details) -> Details:
-    """Check `details` and return a copy, which the caller cannot change later.
-
-    Raises:
-        ValueError: a name does not exist, `details` is not a sequence, or a pattern is not a regular expression.
-    """
+    """Check `details` and return a copy, which the caller cannot change later."""
     if isinstance(details, Mapping):
         for name, pattern in details.items():
             try:
@@ -87,9 +83,10 @@ class WandbSink(Sink):
             raise TypeError(f"WandbSink(run={run!r}) must be what wandb.init() returns")
         if getattr(run, "_is_finished", False):
             raise RuntimeError(f"W&B run {run.id!r} has ended; call wandb.init() again and pass the new run")
-        group_function(group_by or "parameter")
+        group_function(group_by or "parameter")  # checks it
         self.run: Final = run  # the W&B run that the sink logs to
-        self._grouping = SeriesGrouping(group_by)
+        self._group_by: GroupBy = group_by or "parameter"
+        self._may_group = group_by is None  # coarser, where there are too many names
         self._details = check_details(details)
         self._namespace = namespace
         self._commit = commit
@@ -145,7 +142,7 @@ class WandbSink(Sink):
                 last,
             )
         row_scheduler.last_steps[self._namespace] = int(snapshot.steps[-1])
-        grouped = self._grouping.apply(snapshot)
+        grouped = self._grouped(snapshot)
         self._tell_order(list(grouped.names))
         row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace)
         row_scheduler.put(self, row, commit=self._commit)
@@ -196,6 +193,23 @@ class WandbSink(Sink):
             ended = "W&B run %r has ended: gradients are no longer logged to it. Call watch() again in the next run."
             self._say(ended, self.run.id)
         return None
+
+    def _grouped(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with one name per series; a grouping that is chosen here is kept, and told once."""
+        grouped = snapshot.by_group(self._group_by)
+        if self._may_group and len(grouped.names) > MAX_SERIES:
+            self._group_by, description = coarse_grouping(snapshot.names)
+            grouped = snapshot.by_group(self._group_by)
+            logger.warning(
+                "wandb_gradwatch: of %d parameters W&B would show no more than %d well: they are logged as %d groups "
+                '(%s). To choose, pass group_by="parameter" for all, or group_by= a function from parameter name to '
+                "group name.",
+                len(snapshot.names),
+                MAX_SERIES,
+                len(grouped.names),
+                description,
+            )
+        return grouped
 
     def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:
         """Update the run's summary while rows are queued because the script seldom or never calls `run.log()`."""
@@ -248,36 +262,6 @@ class WandbSink(Sink):
                 options = {} if key == keys.STEP else {"step_metric": keys.STEP, "step_sync": False}
                 # W&B would send a histogram in the summary again every few seconds.
                 self.run.define_metric(key, **options, **({} if is_in_summary else {"summary": "none"}))
-
-
-class SeriesGrouping:
-    """Groups a snapshot as the user requested; by default by parameter, or more coarsely above MAX_SERIES names.
-
-    Keeps the automatic grouping that it once chose, and logs that choice once.
-    """
-
-    def __init__(self, group_by: GroupBy | None) -> None:
-        self._chosen = group_by
-        self._automatic: GroupBy = "parameter"
-
-    def apply(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with one name per series."""
-        if self._chosen is not None:
-            return snapshot.by_group(self._chosen)
-        grouped = snapshot.by_group(self._automatic)
-        if len(grouped.names) <= MAX_SERIES:
-            return grouped
-        self._automatic, description = coarse_grouping(snapshot.names)
-        grouped = snapshot.by_group(self._automatic)
-        logger.warning(
-            "wandb_gradwatch: of %d parameters W&B would show no more than %d well: they are logged as %d groups (%s). "
-            'To choose, pass group_by="parameter" for all, or group_by= a function from parameter name to group name.',
-            len(snapshot.names),
-            MAX_SERIES,
-            len(grouped.names),
-            description,
-        )
-        return grouped
 
 
 def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:

@@ -11,7 +11,6 @@ from ._base import Sink
 
 logger = logging.getLogger("wandb_gradwatch")
 
-_STOP: Final = None
 _TIMEOUT: Final = 10.0  # seconds, for one request and for each wait of close()
 _MAX_WAITING: Final = 100  # alerts in the queue while the server does not answer
 _MAX_RETRIES: Final = 4
@@ -77,7 +76,7 @@ class WebhookSink(Sink):
         if was_closed or self._thread is None:
             return
         with suppress(queue.Full):  # a full queue means that the thread is alive, which the warning below reports
-            self._waiting.put(_STOP, timeout=_TIMEOUT)
+            self._waiting.put(None, timeout=_TIMEOUT)  # ends the thread
             self._thread.join(_TIMEOUT)
         if self._thread.is_alive():
             logger.warning("wandb_gradwatch: the webhook did not answer in %g s: alerts may be missing.", _TIMEOUT)
@@ -101,7 +100,7 @@ class WebhookSink(Sink):
             with requests.Session() as session:
                 for scheme in ("https://", "http://"):
                     session.mount(scheme, HTTPAdapter(max_retries=retry))
-                while (alert := self._waiting.get()) is not _STOP:
+                while (alert := self._waiting.get()) is not None:
                     self._send(session, alert)
         finally:
             logging.getLogger("urllib3.connectionpool").removeFilter(silence)

@@ -22,16 +22,12 @@ const float32At = (offset, count) => new Float32Array(arrays.slice(offset, offse
 // The names x columns codes of one metric, and the meaning of a code.
 class Matrix {
   // meaning: {label, long, colours, format, centre}
-  constructor(description, numNames, numColumns, meaning) {
-    this.key = description.key;
-    this.meaning = meaning;
-    this.even = description.signed === true; // linear steps, for values of both signs; otherwise logarithmic steps
-    this.numColumns = numColumns;
-    this.start = description.start;
-    this.step = description.step;
+  constructor({ key, signed, start, step, offset }, numNames, numColumns, meaning) {
+    Object.assign(this, { key, start, step, numColumns, meaning });
+    this.even = signed === true; // linear steps, for values of both signs; otherwise logarithmic steps
     const size = numNames * numColumns;
-    const low = arrays.subarray(description.offset, description.offset + size);
-    const high = arrays.subarray(description.offset + size, description.offset + 2 * size);
+    const low = arrays.subarray(offset, offset + size);
+    const high = arrays.subarray(offset + size, offset + 2 * size);
     this.codes = new Uint16Array(size);
     for (let cell = 0; cell < size; cell++) this.codes[cell] = low[cell] | (high[cell] << 8);
   }
@@ -40,8 +36,8 @@ class Matrix {
     if (code === CODE_MISSING) return NaN;
     if (code === CODE_ZERO) return 0;
     if (code === CODE_INFINITE) return Infinity;
-    if (this.even) return this.start + this.step * (code - CODE_FIRST);
-    return 10 ** (this.start + this.step * (code - CODE_FIRST));
+    const place = this.start + this.step * (code - CODE_FIRST);
+    return this.even ? place : 10 ** place;
   }
 
   at(name, column) {
@@ -49,31 +45,26 @@ class Matrix {
   }
 
   line(name) {
-    const values = [];
-    for (let column = 0; column < this.numColumns; column++) values.push(this.at(name, column));
-    return values;
+    return Array.from({ length: this.numColumns }, (_, column) => this.at(name, column));
   }
 }
 
-const METRICS = {
-  grad_norm: { label: "Norm", long: "gradient norm", colours: "sequential", format: formatNumber },
-  grad_norm_max: { label: "Largest norm", long: "largest norm of the window", colours: "sequential", format: formatNumber },
-  grad_param_ratio: { label: "Grad / param", long: "gradient norm / parameter norm", colours: "diverging", centre: 1e-3, format: formatNumber },
-  param_norm: { label: "Parameters", long: "parameter norm", colours: "sequential", format: formatNumber },
-  dead_ratio: { label: "Dead", long: "share of dead elements", colours: "share", format: formatShare },
-  num_nonfinite: { label: "Non-finite", long: "NaN and Inf elements in the window", colours: "sequential", format: (value) => formatNumber(Math.round(value)) },
+const SHARES = new Set(["dead_ratio", "zero_ratio", "entropy_ratio"]);
+// By grid and metric: what differs from the metric's own words.
+const MEANINGS = {
+  "layer/grad_norm": { label: "Norm", long: "gradient norm" },
+  "layer/grad_norm_max": { label: "Largest norm", long: "largest norm of the window" },
+  "layer/grad_param_ratio": { label: "Grad / param", long: "gradient norm / parameter norm", colours: "diverging", centre: 1e-3 },
+  "layer/param_norm": { label: "Parameters", long: "parameter norm" },
+  "layer/dead_ratio": { label: "Dead", long: "share of dead elements" },
+  "layer/num_nonfinite": { label: "Non-finite", long: "NaN and Inf elements in the window", format: (value) => formatNumber(Math.round(value)) },
+  "update/ratio": { long: "update norm / parameter norm", colours: "diverging", centre: 1e-3 },
 };
 
-const SHARES = new Set(["dead_ratio", "zero_ratio", "entropy_ratio"]);
-const USUAL_UPDATE = 1e-3;
-
 function meaningIn(grid, metric) {
-  if (grid === "layer") return METRICS[metric];
   const words = metric.replaceAll("_", " ");
-  const meaning = { label: words[0].toUpperCase() + words.slice(1), long: words, colours: "sequential", format: formatNumber };
-  if (SHARES.has(metric)) return { ...meaning, colours: "share", format: formatShare };
-  if (grid === "update" && metric === "ratio") return { ...meaning, long: "update norm / parameter norm", colours: "diverging", centre: USUAL_UPDATE };
-  return meaning;
+  const kind = SHARES.has(metric) ? { colours: "share", format: formatShare } : { colours: "sequential", format: formatNumber };
+  return { label: words[0].toUpperCase() + words.slice(1), long: words, ...kind, ...MEANINGS[`${grid}/${metric}`] };
 }
 
 const MAX_CHOSEN = 24; // more lines are unreadable

@@ -20,10 +20,11 @@ function chooser(label, options, chosen, change) {
   return select;
 }
 
-// The picture of a grid with its controls; `more` are additional controls, `then` draws the area below.
-function gridPicture(picture, grid, { more = [], hints, then = () => {} }) {
+// The card of a grid with its controls; `more` are additional controls, `then` draws the area below.
+function gridCard(grid, { more = [], hints, then = () => {} }) {
   const what = WHAT[grid.key] ?? "parameter";
   const isOfLayers = grid === run.layers;
+  const { node, picture } = card(isOfLayers ? "layers" : grid.key);
   const search = element("input", { type: "search", placeholder: `Find a ${what}`, "aria-label": `Find ${what}s` + (isOfLayers ? "" : " of " + grid.key.replaceAll("_", " ")), oninput: () => order() });
   const count = element("span", { class: "count" });
   let [heatmap, byInterest] = [null, false];
@@ -54,14 +55,13 @@ function gridPicture(picture, grid, { more = [], hints, then = () => {} }) {
     heatmap = new Heatmap(picture, grid, `${name}s by steps. Arrow keys move, Enter adds the ${what} to the lines below.`);
     if (grid.pooled > 1) hints = [...hints, `Each column is the largest of ${grid.pooled} rows of the run.`];
     picture.append(...hints.map(hint));
-    then();
+    then(picture);
   });
+  return node;
 }
 
 function layersCard() {
-  const { node, picture } = card("layers");
-  gridPicture(picture, run.layers, { hints: ["Drag to zoom, double-click to reset. Click a row to add it to the lines below."] });
-  return node;
+  return gridCard(run.layers, { hints: ["Drag to zoom, double-click to reset. Click a row to add it to the lines below."] });
 }
 
 // The lines of chosen layers, beside the tree of all layers.
@@ -136,9 +136,8 @@ function familyCards() {
 }
 
 function familyCard(grid) {
-  const { node, picture } = card(grid.key);
   const clear = element("button", { type: "button", class: "quiet", onclick: () => grid.choose([]) }, "Clear lines");
-  const then = () => {
+  const then = (picture) => {
     const host = element("div", { class: "chart" });
     picture.append(host);
     const chart = new LineChart(host, { label: `Chosen ${WHAT[grid.key] ?? "parameter"}s`, xs: grid.last, series: grid.series(), log: grid.isLogarithmic, canLog: false });
@@ -148,8 +147,7 @@ function familyCard(grid) {
       chart.setSeries(grid.series());
     });
   };
-  gridPicture(picture, grid, { more: [clear], hints: ["Click a row to add its line, or to take it away."], then });
-  return node;
+  return gridCard(grid, { more: [clear], hints: ["Click a row to add its line, or to take it away."], then });
 }
 
 function histogramCard() {

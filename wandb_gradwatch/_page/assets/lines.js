@@ -213,7 +213,7 @@ class LineChart extends Picture {
     this.series.forEach((one, line) => {
       let place = index;
       while (place > 0 && one.values[place] === undefined) place--; // only another line has a point here
-      const value = index === null ? lastPresent(one.values) : one.values[place];
+      const value = index === null ? one.values.findLast((value) => value != null && !Number.isNaN(value)) : one.values[place];
       this.legendValues[line].textContent = (one.format ?? this.format)(value);
     });
   }
@@ -221,13 +221,6 @@ class LineChart extends Picture {
   tableContent() {
     return { head: ["step", ...this.series.map((one) => one.label)], rows: this.xs.map((step, index) => [step, ...this.series.map((one) => one.values[index])]) };
   }
-}
-
-function lastPresent(values) {
-  for (let index = values.length - 1; index >= 0; index--) {
-    if (values[index] != null && !Number.isNaN(values[index])) return values[index];
-  }
-  return null;
 }
 
 // Return the end of a logarithmic axis such that a few values of 1e22 do not compress a run of ones: four decades above

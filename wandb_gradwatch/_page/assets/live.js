@@ -6,41 +6,29 @@ const POLL = 3000; // milliseconds; at least ten times as long as an update take
 function widgets() {
   const counts = {};
   const keyOf = (node, kind) => {
-    const place = `${node.closest("section[id]")?.id ?? ""} ${kind} ${node.getAttribute("aria-label") ?? ""}`;
+    const place = `${node.closest("section[id]")?.id ?? ""} ${kind} ${node.tagName} ${node.getAttribute("aria-label") ?? ""}`;
     counts[place] = (counts[place] ?? 0) + 1;
     return place + counts[place];
   };
   const fire = (node, name) => node.dispatchEvent(new Event(name));
-  const all = (selector) => [...page.querySelectorAll(selector)];
-  return [
-    ...all("input[type=search], select").map((node) => ({
-      key: keyOf(node, "field"),
-      get: () => node.value,
-      set: (value) => {
-        node.value = value;
-        fire(node, node.tagName === "SELECT" ? "change" : "input");
-      },
-    })),
-    ...all(".segmented").map((node) => ({
-      key: keyOf(node, "choice"),
-      get: () => node.querySelector('[aria-pressed="true"]')?.dataset.value,
-      set: (value) => [...node.children].find((button) => button.dataset.value === value)?.click(),
-    })),
-    ...all("details.data").map((node) => ({
-      key: keyOf(node, "numbers"),
-      get: () => node.open,
-      set: (value) => {
-        node.open = value;
-        fire(node, "toggle"); // fill it now: the browser's own event comes after the scroll position is restored
-      },
-    })),
-    ...all(".picker-list, .scroll").map((node) => ({ key: keyOf(node, "scroll"), get: () => node.scrollTop, set: (value) => (node.scrollTop = value) })),
-    ...all("input, select, button, canvas, .plot, summary").map((node) => ({
-      key: keyOf(node, "focus " + node.tagName),
-      get: () => node === document.activeElement,
-      set: () => node.focus({ preventScroll: true }),
-    })),
+  const setField = (node, value) => {
+    node.value = value;
+    fire(node, node.tagName === "SELECT" ? "change" : "input");
+  };
+  const setOpen = (node, value) => {
+    node.open = value;
+    fire(node, "toggle"); // fill it now: the browser's own event comes after the scroll position is restored
+  };
+  const kinds = [
+    ["input[type=search], select", (node) => node.value, setField],
+    [".segmented", (node) => node.querySelector('[aria-pressed="true"]')?.dataset.value, (node, value) => [...node.children].find((button) => button.dataset.value === value)?.click()],
+    ["details.data", (node) => node.open, setOpen],
+    [".picker-list, .scroll", (node) => node.scrollTop, (node, value) => (node.scrollTop = value)],
+    ["input, select, button, canvas, .plot, summary", (node) => node === document.activeElement, (node) => node.focus({ preventScroll: true })],
   ];
+  return kinds.flatMap(([selector, get, set]) =>
+    [...page.querySelectorAll(selector)].map((node) => ({ key: keyOf(node, selector), get: () => get(node), set: (value) => set(node, value) })),
+  );
 }
 
 async function rebuild() {
