@@ -71,15 +71,8 @@ class Finding(Alert):
     seen: int = 0
     found_in: int = 0
 
-    def because(self, cause: str, remedy: str = "") -> Finding:
-        """Return this finding with another cause and remedy."""
-        return self._with(cause=cause, remedy=remedy)
-
-    def adding(self, line: str) -> Finding:
-        """Return this finding with one more line before the cause."""
-        return self._with(more=(*self.more, line))
-
-    def _with(self, **parts: Any) -> Finding:
+    def but(self, **parts: Any) -> Finding:
+        """Return this finding with other parts of its text."""
         changed = replace(self, **parts)
         text = sentence(changed.fact, changed.layers, changed.cause, changed.remedy, changed.more)
         return replace(changed, text=text)
