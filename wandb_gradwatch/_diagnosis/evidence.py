@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -13,6 +14,7 @@ from .._analysis.depth import DepthTrend
 from .._analysis.formatting import clip_advice, number
 from .._analysis.layers import input_scale
 from .._measure.columns import Column, FloatArray
+from ..rules._base import values_of
 from ..snapshot import Snapshot, keys
 from .layers import Layers
 from .onset import Onset, RateRise, onset_of, rate_rise
@@ -35,6 +37,7 @@ _NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
 _MIN_NEIGHBOURS: Final = 5
 
 
+@dataclass(frozen=True, eq=False)
 class Evidence:
     """A history with additional knowledge about the training, and the facts derived from them.
 
@@ -46,15 +49,10 @@ class Evidence:
         num_ranks: number of ranks that make the gradient together; the loss is that of one rank.
     """
 
-    def __init__(
-        self,
-        history: Snapshot,
-        *,
-        modules: Mapping[str, str],
-        notes: Mapping[int, Mapping[str, object]],
-        num_ranks: int,
-    ) -> None:
-        self.history, self.modules, self.notes, self._num_ranks = history, modules, notes, num_ranks
+    history: Snapshot
+    modules: Mapping[str, str]
+    notes: Mapping[int, Mapping[str, object]]
+    num_ranks: int
 
     def step(self, sample: int) -> int:
         return int(self.history.steps[sample])
@@ -148,12 +146,11 @@ class Evidence:
 
     def has_bad_loss(self, sample: int) -> bool:
         """Whether the loss is known not to be finite, so that NaN and Inf arose before the backward."""
-        counts_S = self.history.metrics.get(keys.NUM_NONFINITE_LOSS)
-        return counts_S is not None and bool(counts_S[sample] > 0)
+        return values_of(self.history, keys.NUM_NONFINITE_LOSS)[sample] > 0
 
     def has_good_loss(self, sample: int) -> bool:
         """Whether the loss is known to be finite on all ranks, so that no NaN or Inf of the forward has reached it."""
-        return self._num_ranks == 1 and self.is_loss_known(sample) and not self.has_bad_loss(sample)
+        return self.num_ranks == 1 and self.is_loss_known(sample) and not self.has_bad_loss(sample)
 
     def is_loss_known(self, sample: int) -> bool:
         """Whether the loss is known as a number."""
@@ -238,8 +235,7 @@ class Evidence:
     @cached_property
     def num_last_skipped(self) -> int:
         """The number of skipped updates in a row, up to the last sample."""
-        skipped_S = self.history.skipped & ~self.history.left_out
-        return len(skipped_S) if skipped_S.all() else int(np.argmin(skipped_S[::-1]))
+        return _length_of_run((self.history.skipped & ~self.history.left_out)[::-1])
 
     @cached_property
     def clean(self) -> npt.NDArray[np.int64]:

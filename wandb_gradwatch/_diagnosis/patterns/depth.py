@@ -171,12 +171,10 @@ def batch_norm(evidence: Evidence) -> Diagnosis | None:
     """Batch norm on small batches: the gradient jumps from sample to sample before a batch norm and is calm after it,
     because the division by the deviation blows up inputs that happen to be close."""
     scatter_L, norms = evidence.layers.scatter_L, evidence.layers.batch_norms()
-    if (
-        not norms or evidence.clean.size < 8 or evidence.parameters.is_moving
-    ):  # a model that moves wildly scatters everywhere
+    if not norms or evidence.clean.size < 8 or evidence.parameters.movement:  # one that moves scatters everywhere
         return None
     last = norms[-1]
-    before, after = scatter_L[: norms[-1]], scatter_L[last:]
+    before, after = scatter_L[:last], scatter_L[last:]
     if np.all(np.isnan(before)) or np.all(np.isnan(after)):
         return None
     wild, calm = int(np.nanargmax(before)), float(np.nanmin(after))

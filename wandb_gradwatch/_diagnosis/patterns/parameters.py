@@ -61,7 +61,7 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         parameters = evidence.parameters
         has_leapt = parameters.leap is not None or parameters.change_from(rose.sample) > MAX_LEAP
         has_leapt = has_leapt or parameters.factor_since(rose.since) > _FAR_SINCE
-        is_felt = parameters.is_moving or has_leapt or parameters.jump or evidence.growth
+        is_felt = parameters.movement or has_leapt or parameters.jump or evidence.growth
         if evidence.is_broken(-1) and not is_felt:
             return None  # nothing shows that the rise has broken the parameters
         rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up rises, too
@@ -74,7 +74,7 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
     if evidence.gradient_came_first or any(one(evidence) for one in (written, leapt_unseen, multiplied, unbounded)):
         return None
     less = 0.05 if evidence.first_ratio > FIRST_GRADIENT else 0.0  # a learning rate does not cause the first gradient
-    if evidence.parameters.is_moving and evidence.parameters.movement is not None:
+    if evidence.parameters.movement is not None:
         change, sample = evidence.parameters.movement
         words = (
             f"the parameters' norm changed by {number(100 * change)} % per step or more, "
@@ -160,7 +160,7 @@ def leapt_unseen(evidence: Evidence) -> Diagnosis | None:
 def multiplied(evidence: Evidence) -> Diagnosis | None:
     """Multiplied parameters: parameters of different sizes grow by one factor."""
     movement = evidence.parameters.movement
-    if not evidence.parameters.is_moving or movement is None or not evidence.parameters.grow_alike(movement[1]):
+    if movement is None or not evidence.parameters.grow_alike(movement[1]):
         return None
     factor, step = number(1 + movement[0]), evidence.step(movement[1])
     words = f"all parameters grew by the same factor, {factor} or more per step, from step {step}"
@@ -191,7 +191,7 @@ def _run_away(evidence: Evidence) -> tuple[str, int, int, float] | None:
         growth, last = evidence.growth
         begins = int(evidence.clean[max(int(np.searchsorted(evidence.clean, last)) + 1 - growth.num_samples, 0)])
         return f"the gradient norm grew {number(growth.factor)}x up to step {evidence.step(last)}", begins, last, _LOWER
-    if evidence.parameters.is_moving and evidence.parameters.movement is not None:
+    if evidence.parameters.movement is not None:
         change, begins = evidence.parameters.movement
         if begins < FIRST_STEPS and not evidence.is_loss_above_0(begins + 1):
             return None  # a loss that begins below 0 falls further with the first large updates, whatever its sign

@@ -74,8 +74,8 @@ def scale_too_high(evidence: Evidence) -> Diagnosis | None:
 
 def dead_units(evidence: Evidence) -> Diagnosis | None:
     """Dead units: more than half of a layer's units get no gradient at all, in sample after sample."""
-    names, dead_L = evidence.layers.dead_L
-    dead = [index for index in range(len(names)) if dead_L[index] > 0.5]
+    names, dead_L = evidence.layers.by_module.names, evidence.layers.dead_L
+    dead = np.flatnonzero(dead_L > 0.5).tolist()
     if not dead:
         return None
     words = "units without gradient: " + listing([f"{100 * dead_L[index]:.0f} % of {names[index]}" for index in dead])
@@ -101,14 +101,14 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
     if one_by_one is None:
         rival = f"{DYING}; a run with sample_every=1 tells them apart"
     # Parameters that move too far kill units: then their speed is the first cause. Small ones may do so at first.
-    movement = evidence.parameters.movement if evidence.parameters.is_moving else None
+    movement = evidence.parameters.movement
     is_consequence = movement is not None and evidence.step(movement[1]) > FIRST_STEPS
     return Diagnosis(DEAD_UNITS, 0.65 if is_consequence else 0.75, words, remedy, rival)
 
 
 def frozen(evidence: Evidence) -> Diagnosis | None:
     """Frozen or unused layers: some parameters never had a gradient, while others had one in every sample."""
-    present_SP = ~np.isnan(evidence.history.num_elements)
+    present_SP = evidence.history.present
     never_P = ~present_SP.any(axis=0) & evidence.history.trainable
     never = np.flatnonzero(never_P & ~cancelled_biases(evidence.history.names, never_P))
     if not never.size or not present_SP.any(axis=1).all() or len(evidence.history) < 3:
