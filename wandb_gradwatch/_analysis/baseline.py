@@ -56,7 +56,7 @@ def limit_of(log_norms_N: Sequence[float], *, stds: float, min_factor: float, re
         past = kept if len(kept) >= _MIN_FOR_TRIMMING else past
     mean, std = float(past.mean()), max(float(past.std(ddof=1)), _MIN_STD)
     limit = mean + max(student_factor(stds, len(past)) * std, math.log(min_factor))
-    return _exp(limit if record_factor is None else max(limit, record + math.log(record_factor)))
+    return bounded_exp(limit if record_factor is None else max(limit, record + math.log(record_factor)))
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,10 @@ def steady_growth(log_norms_N: Sequence[float], *, factor: float, every: int = 1
         needed_factor = factor if length * every <= _QUICK else factor * _SLOW_FACTOR
         largest_before = float(past[:-length].max(initial=-math.inf))
         if steady and min(rise, y[-1] - largest_before) >= math.log(needed_factor):
-            return Growth(factor=_exp(rise), num_samples=length)
+            return Growth(factor=bounded_exp(rise), num_samples=length)
     return None
 
 
-def _exp(value: float) -> float:
+def bounded_exp(value: float) -> float:
+    """e to this power; infinity if a float64 cannot hold it."""
     return math.exp(value) if value < _MAX_EXPONENT else math.inf

@@ -124,14 +124,14 @@ class LargeInputs(ShippedRule):
     bounds: ClassVar[Bounds] = {"max_scale": FROM_0}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        is_first_S = snapshot.steps <= FIRST_STEPS
-        if not np.count_nonzero(is_first_S):
-            return
-        for sample in np.flatnonzero((snapshot.total_grad_norm > 0) & is_first_S).tolist():
-            found = input_scale(snapshot, sample)
-            self._num_large += found is not None and found[1] > self.max_scale
-            if found is not None and found[1] > self.max_scale and self._num_large == 2:
-                yield self._alert(int(snapshot.steps[sample]), *found)
+        for sample in snapshot.overview:
+            if sample.step > FIRST_STEPS or not sample.norm > 0:
+                continue
+            found = input_scale(snapshot, sample.place)
+            if found is not None and found[1] > self.max_scale:
+                self._num_large += 1
+                if self._num_large == 2:
+                    yield self._alert(sample.step, *found)
 
     def _alert(self, step: int, name: str, scale: float) -> Alert:
         fact = (

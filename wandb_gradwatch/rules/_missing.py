@@ -1,5 +1,6 @@
 """Rule for parameters that get no gradient, and for gradients that are all 0."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -12,7 +13,7 @@ from .._analysis.layers import cancelled_biases
 from .._analysis.memory import ALIKE, PerName, Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
+from ._base import FROM_1, Alert, Bounds, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
 
@@ -78,8 +79,7 @@ class NoGradient(ShippedRule):
             self._num_samples = self._complete = self._num_samples + len(snapshot)
             self._num_zero, self._was_nothing = 0, False
             return
-        loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
-        for sample, missing_P in enumerate(~snapshot.present):
+        for sample, (loss, missing_P) in enumerate(zip(values_of(snapshot, keys.LOSS), ~snapshot.present, strict=True)):
             # Samples in which a parameter is frozen do not count. NotInOptimizer reports those without an optimizer.
             self._unowned |= {key for key in unowned if snapshot.metrics[key][sample] > 0}
             # A parameter with a gradient was trainable, even if it is frozen by now, as CycleGAN's discriminators are.
@@ -103,8 +103,7 @@ class NoGradient(ShippedRule):
                 late_P |= (row_P[wanted_P] >= self.lost_patience).all() and not self._is_often_nothing
             self._num_zero = self._num_zero + 1 if all_zero else 0
             # A loss of 0 may have no gradient for long: rewards can be rare, or a hinge loss satisfied.
-            loss = loss_S[sample]
-            patience = self.zero_patience if np.isnan(loss) else self.lost_patience if loss else self.patience
+            patience = self.zero_patience if math.isnan(loss) else self.lost_patience if loss else self.patience
             if self._num_zero >= patience and not self._is_often_nothing:
                 yield self._zero_alert(int(snapshot.steps[sample]), patience)
             elif (late := np.flatnonzero(late_P & wanted_P)).size:

@@ -35,19 +35,17 @@ class NotInOptimizer(ShippedRule):
         for sample in range(len(snapshot)) if found else ():
             names = [name for name, values in found.items() if values[sample] > 0]
             if names:
-                yield self._alert(int(snapshot.steps[sample]), names)
-
-    def _alert(self, step: int, names: list[str]) -> Alert:
-        fact = (
-            f"Step {step}: {len(names)} of the trainable parameters have a gradient, but no optimizer holds them, and "
-            f"no other code has changed them: {listing(names)}."
-        )
-        cause = "no optimizer owns them: they were added or replaced after the optimizer was built"
-        remedy = (
-            "build the optimizer after the model is complete, or pass new parameters to add_param_group(); call "
-            "requires_grad_(False) on parameters that are not to be trained"
-        )
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+                step = int(snapshot.steps[sample])
+                fact = (
+                    f"Step {step}: {len(names)} of the trainable parameters have a gradient, but no optimizer holds "
+                    f"them, and no other code has changed them: {listing(names)}."
+                )
+                cause = "no optimizer owns them: they were added or replaced after the optimizer was built"
+                remedy = (
+                    "build the optimizer after the model is complete, or pass new parameters to add_param_group(); "
+                    "call requires_grad_(False) on parameters that are not to be trained"
+                )
+                yield finding(self.title, fact, "", cause, remedy, step, "WARN")
 
 
 @dataclass(kw_only=True)
