@@ -39,19 +39,14 @@ def chains_of(names_L: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], ...]:
 
 @dataclass(frozen=True)
 class DepthTrend:
-    """The trend of log norms over the depth.
+    """The trend of log norms over the depth."""
 
-    Args:
-        first, last: the names of the first and the last layer.
-        factor: the last layer's norm divided by the first layer's, on the fitted line: above 1 if the gradient
-            decreases towards the input, below 1 if it grows.
-        order: Spearman's rank correlation of norm and depth: 1 if every layer's norm is above that of the layer before.
-    """
-
-    first: str
+    first: str  # the name of the first layer
     last: str
+    # The last layer's norm divided by the first layer's, on the fitted line: above 1 if the gradient decreases towards
+    # the input, below 1 if it grows.
     factor: float
-    order: float
+    order: float  # Spearman's rank correlation of norm and depth: 1 if every layer's norm is above the one before
 
 
 def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from .._analysis.baseline import evenly_apart
 from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
+from .._measure.columns import BoolArray
 from ..rules import Alert
 from ..rules._base import Finding
 from ..rules._exploding import SPIKES, ExplodingGradient
@@ -125,7 +126,7 @@ def _in_the_wake(alert: Alert, history: Snapshot, earlier: Sequence[Alert]) -> A
     return alert
 
 
-def _of_one_kind(present_SP: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+def _of_one_kind(present_SP: BoolArray) -> npt.NDArray[np.intp]:
     """Return the samples that share at least half of their parameters with the last one; all if that has none."""
     if not len(present_SP) or not present_SP[-1].any():
         return np.arange(len(present_SP))

@@ -7,13 +7,12 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._analysis.baseline import Growth, steady_growth
 from .._analysis.depth import DepthTrend
 from .._analysis.formatting import clip_advice, number
 from .._analysis.layers import input_scale
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import BoolArray, Column, FloatArray, IntArray
 from ..rules._base import values_of
 from ..snapshot import Snapshot, keys
 from .layers import Layers
@@ -39,15 +38,7 @@ _MIN_NEIGHBOURS: Final = 5
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """A history with additional knowledge about the training, and the facts derived from them.
-
-    Args:
-        history: samples of one training, oldest first.
-        modules: the class name of each module by its name, as in `named_modules()`. Without it, patterns that need the
-            class of a module use names and numbers instead.
-        notes: the user's notes by step.
-        num_ranks: number of ranks that make the gradient together; the loss is that of one rank.
-    """
+    """A history with additional knowledge about the training, as in `diagnose`, and the facts derived from them."""
 
     history: Snapshot
     modules: Mapping[str, str]
@@ -129,15 +120,9 @@ class Evidence:
         return Layers(self.history, self.clean, self.modules)
 
     @cached_property
-    def bad_S(self) -> npt.NDArray[np.bool_]:
-        """Samples with NaN or Inf."""
-        bad: npt.NDArray[np.bool_] = np.any(self.history.num_nonfinite > 0, axis=1)
-        return bad
-
-    @cached_property
     def first_bad(self) -> int | None:
         """The first bad sample that was not skipped."""
-        found = np.flatnonzero(self.bad_S & ~self.history.skipped)
+        found = np.flatnonzero(self.history.has_nonfinite & ~self.history.skipped)
         return int(found[0]) if found.size else None
 
     def is_broken(self, sample: int) -> bool:
@@ -238,9 +223,9 @@ class Evidence:
         return _length_of_run((self.history.skipped & ~self.history.left_out)[::-1])
 
     @cached_property
-    def clean(self) -> npt.NDArray[np.int64]:
+    def clean(self) -> IntArray:
         """Indices of the samples with a finite, non-zero gradient."""
-        return np.flatnonzero(~self.bad_S & ~self.history.skipped & (self.history.total_grad_norm > 0))
+        return np.flatnonzero(~self.history.has_nonfinite & ~self.history.skipped & (self.history.total_grad_norm > 0))
 
     @cached_property
     def log_norm_N(self) -> FloatArray:
@@ -298,6 +283,6 @@ class Evidence:
         return int(self.clean[began]) if began < len(past_N) else self.last_spike
 
 
-def _length_of_run(flags_N: npt.NDArray[np.bool_]) -> int:
+def _length_of_run(flags_N: BoolArray) -> int:
     """Return how many flags are set at the beginning."""
     return len(flags_N) if flags_N.all() else int(np.argmin(flags_N))

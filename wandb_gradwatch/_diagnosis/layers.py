@@ -6,11 +6,10 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._analysis.depth import DepthTrend, trend_of
 from .._analysis.layers import dead_units, modules_of, without_inputs
-from .._measure.columns import FloatArray
+from .._measure.columns import FloatArray, IntArray
 from ..snapshot import Snapshot
 
 # S samples, P watched parameters, L modules, N clean samples
@@ -23,17 +22,11 @@ _RECURRENT_KINDS: Final = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """The layers in a history.
-
-    Args:
-        history: samples of one training, oldest first.
-        clean: [N] indices of the samples with a finite, non-zero gradient.
-        kinds: the class name of each module by its name; {} if unknown.
-    """
+    """The layers in a history."""
 
     history: Snapshot
-    clean: npt.NDArray[np.int64]
-    kinds: Mapping[str, str]
+    clean: IntArray  # [N] indices of the samples with a finite, non-zero gradient
+    kinds: Mapping[str, str]  # the class name of each module by its name; {} if unknown
 
     @cached_property
     def by_module(self) -> Snapshot:
@@ -91,15 +84,10 @@ class Layers:
             return False
         return True if share_NL[-1, place + 1] < 1.0 else None
 
-    def rise_at(self, sample: int) -> FloatArray:
-        """Return each module's norm in a sample / its median in the 16 clean samples before, NaN if unknown: [L]."""
-        return self._rise(self.by_module.grad_norm, sample)
-
-    def parameter_rise_at(self, sample: int) -> FloatArray:
-        """Return the same ratio for each parameter: [P]."""
-        return self._rise(self.history.grad_norm, sample)
-
-    def _rise(self, norm_SN: FloatArray, sample: int) -> FloatArray:
+    def rise_at(self, sample: int, *, of_parameters: bool = False) -> FloatArray:
+        """Return each module's norm in a sample / its median in the 16 clean samples before, NaN if unknown: [L]; or
+        the same ratio for each parameter: [P]."""
+        norm_SN = (self.history if of_parameters else self.by_module).grad_norm
         before = self.clean[self.clean < sample][-16:]
         with np.errstate(divide="ignore", invalid="ignore"):
             rise_N = norm_SN[sample] / _median_or_nan(norm_SN[before])

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._analysis.formatting import number
-from .._measure.columns import FloatArray
+from .._measure.columns import BoolArray, FloatArray, IntArray
 from ..snapshot import Snapshot, keys
 from .parameters import Parameters
 
@@ -38,17 +37,12 @@ class RateRise:
 
 @dataclass(frozen=True)
 class Onset:
-    """A clean sample whose norm is far above the norms before it.
-
-    Args:
-        sample: the index of the sample.
-        factor: its norm / the median of the norms before it.
-        ordinary_update: whether the update before it moved the parameters no more than usual. If so, not an update
-            but the batch, the targets or the loss has made this gradient.
-    """
+    """A clean sample whose norm is far above the norms before it."""
 
     sample: int
-    factor: float
+    factor: float  # its norm / the median of the norms before it
+    # Whether the update before it moved the parameters no more than usual. If so, not an update but the batch, the
+    # targets or the loss has made this gradient.
     ordinary_update: bool
 
 
@@ -81,7 +75,7 @@ def _rise_of_a_schedule(history: Snapshot, before: int, now: int) -> float:
     return _ROSE * float(steps[1] / max(steps[0], 1)) if np.ptp(steps) > now - before else _ROSE
 
 
-def onset_of(log_norm_N: FloatArray, clean_N: npt.NDArray[np.int64], parameters: Parameters) -> Onset | None:
+def onset_of(log_norm_N: FloatArray, clean_N: IntArray, parameters: Parameters) -> Onset | None:
     """Return the newest onset among the last clean samples; None if there is none."""
     for place in range(len(log_norm_N) - 1, max(_LEAST, len(log_norm_N) - _RECENT) - 1, -1):
         usual = float(np.median(log_norm_N[max(place - _NEIGHBOURS, 0) : place]))
@@ -98,7 +92,7 @@ def which_moved_first(history: Snapshot) -> str:
     loss_S = history.metrics.get(keys.LOSS)
     if loss_S is None or not len(history):
         return ""
-    norm_S = np.where(np.nansum(history.num_nonfinite, axis=1) > 0, np.inf, history.total_grad_norm)
+    norm_S = np.where(history.has_nonfinite, np.inf, history.total_grad_norm)
     loss_S = np.where(history.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(1)) > 0, np.inf, loss_S)
     seen_S = np.isfinite(loss_S) & np.isfinite(norm_S)
     if np.count_nonzero(seen_S) < _LEAST_BOTH:
@@ -116,7 +110,7 @@ def which_moved_first(history: Snapshot) -> str:
     return f"The {first} left its usual level first, at step {begin}, the {then} at step {end}."
 
 
-def _onset_in(values_S: FloatArray, seen_S: npt.NDArray[np.bool_]) -> int | None:
+def _onset_in(values_S: FloatArray, seen_S: BoolArray) -> int | None:
     """Return the first of the last samples in a row that are far above usual; None if the newest two are not."""
     usual = values_S[seen_S][: np.count_nonzero(seen_S) // 2]
     median = float(np.median(usual))

@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._analysis.layers import initial_gains
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import Column, FloatArray, IntArray
 from ..snapshot import Snapshot, keys
 
 # S samples, P watched parameters, N samples with a known update
@@ -32,18 +31,13 @@ _UNUSUAL: Final = 3.0  # multiple of the largest before from which a gradient or
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """The parameters in a history.
-
-    Args:
-        history: samples of one training, oldest first.
-        spikes: the lone spikes of the gradient norm: (sample, factor).
-    """
+    """The parameters in a history."""
 
     history: Snapshot
-    spikes: Sequence[tuple[int, float]]
+    spikes: Sequence[tuple[int, float]]  # the lone spikes of the gradient norm: (sample, factor)
 
     @cached_property
-    def changes(self) -> tuple[FloatArray, npt.NDArray[np.int64]]:
+    def changes(self) -> tuple[FloatArray, IntArray]:
         """|relative change| of the parameters' total norm by each update, and the samples of these updates: [N] each.
 
         If samples are several steps apart, the change is the average over the updates between them.
@@ -90,7 +84,7 @@ class Parameters:
         place = int(np.argmax(lesser / limit))
         return (float(lesser[place]), int(samples[place])) if lesser[place] > limit[place] else None
 
-    def _movement_limit(self, samples_N: npt.NDArray[np.int64]) -> FloatArray:
+    def _movement_limit(self, samples_N: IntArray) -> FloatArray:
         """Return the speed allowed from these samples on: [N]. The first steps of adaptive optimizers are large."""
         return np.where(self.history.steps[samples_N] <= FIRST_STEPS, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .._analysis.formatting import listing, worst_first
 from .._analysis.layers import cancelled_biases
 from .._analysis.memory import ALIKE, PerName, Streaks
-from .._measure.columns import FloatArray
+from .._measure.columns import BoolArray, FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import FROM_1, Alert, Bounds, ShippedRule, finding, values_of
 
@@ -22,9 +22,7 @@ _MIN_BEFORE: Final = 10  # least number of samples before a pause: fewer may be 
 _PHASE: Final = 10  # samples without a gradient after which a parameter that gets one begins a new phase
 
 
-def _cut_off(
-    never_P: npt.NDArray[np.bool_], missing_P: npt.NDArray[np.bool_], trainable_P: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
+def _cut_off(never_P: BoolArray, missing_P: BoolArray, trainable_P: BoolArray) -> BoolArray:
     """Return the parameters that never had a gradient if they are the first trainable ones and no other lacks one: [P].
 
     An idle expert or an unused head is not cut off: it comes after parameters that do get a gradient.
@@ -88,7 +86,7 @@ class NoGradient(ShippedRule):
                 wanted_P = wanted_P & [keys.WIRING_UNOWNED + name not in self._unowned for name in snapshot.names]
             wanted_P = wanted_P & ~self._have_had_their_phase(snapshot.names, missing_P)
             late_P = missing_P & wanted_P
-            all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
+            all_zero = snapshot.total_grad_norm[sample] == 0 and not snapshot.has_nonfinite[sample]
             is_nothing = all_zero or bool(missing_P.all())
             self._is_often_nothing |= self._was_nothing and not is_nothing
             self._was_nothing = is_nothing
@@ -109,7 +107,7 @@ class NoGradient(ShippedRule):
             elif (late := np.flatnonzero(late_P & wanted_P)).size:
                 yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, row_P, late)
 
-    def _have_had_their_phase(self, names: tuple[str, ...], missing_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def _have_had_their_phase(self, names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:
         """Return which parameters lack a gradient since others got one for the first time, or after a pause: [P].
 
         A training that goes on to other layers, as from a generator to its discriminator, has lost nothing.

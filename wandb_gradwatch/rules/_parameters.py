@@ -15,7 +15,7 @@ from .._analysis.layers import MIN_WEIGHTS
 from .._analysis.memory import PerName
 from .._analysis.movement import Movement, Update, small_squares
 from .._analysis.progress import Progress
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
 from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRule, finding
@@ -252,11 +252,10 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: f
     np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
     small = small_P.sum(where=before_P + now_P >= 0) if now > before else 0.0
     ratio_P[-1] = (max(now, small) / max(before, small)) ** (2 if np.count_nonzero(known_P) >= _MANY else 1)
-    change_P: FloatArray = 0.5 * np.log(ratio_P) / num_steps
-    return change_P
+    return 0.5 * np.log(ratio_P) / num_steps
 
 
 @lru_cache(maxsize=16)
-def _are_weights(names: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+def _are_weights(names: tuple[str, ...]) -> BoolArray:
     """Whether each parameter is a weight, by its name. A bias that jumps switches units off, which other rules find."""
     return np.array(["bias" not in name for name in names])

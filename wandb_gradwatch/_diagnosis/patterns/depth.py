@@ -75,7 +75,7 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
 
 def _comes_from_below(evidence: Evidence, recurrent: list[int], peak: int) -> bool:
     """Whether the gradients of the input weights rose, but not those of the state weights: the inputs are large."""
-    rise_P, names = evidence.layers.parameter_rise_at(peak), evidence.history.names
+    rise_P, names = evidence.layers.rise_at(peak, of_parameters=True), evidence.history.names
     inputs, states = (
         np.array([rise_P[p] for p in recurrent if kind in names[p]]) for kind in ("weight_ih", "weight_hh")
     )
@@ -117,7 +117,7 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     if len(raised) < 0.8 * len(before) or not (is_one_branch or has_usual_loss or not is_loss_known):
         return None
     weights, biases = evidence.layers.split(raised[-1])
-    rise_P = evidence.layers.parameter_rise_at(sample)
+    rise_P = evidence.layers.rise_at(sample, of_parameters=True)
     if biases and np.nanmax(rise_P[biases], initial=0.0) <= _USUAL:
         return None  # the gradient of the layer's output is usual: its input was large
     if any(place in evidence.layers.recurrent() for place in weights):
