@@ -49,13 +49,14 @@ class DepthTrend:
     order: float  # Spearman's rank correlation of norm and depth: 1 if every layer's norm is above the one before
 
 
-def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
-    """The trends of the modules' gradient norms whose factor is above a limit, by sample.
+def depth_trends(snapshot: Snapshot, *, above: float) -> list[DepthTrend | None]:
+    """The trend of the modules' gradient norms in each sample; None where its factor is not above a limit.
 
     Parameters are merged into modules first, because bias and weight of a layer differ for reasons other than depth.
     """
     # The rise of a line fitted to points is at most 1.5 times the range of the points.
-    limit, column, trends = above ** (4 / 3), Column.GRAD_SUM_SQ, {}
+    limit, column = above ** (4 / 3), Column.GRAD_SUM_SQ
+    trends: list[DepthTrend | None] = [None] * len(snapshot)
     modules = modules_of(snapshot.names)
     squares_SL = np.add.reduceat(snapshot.rows[:, modules.order, column], modules.starts, axis=1)
     is_flat_S = np.max(squares_SL, axis=1) * (1 + _ROUNDING) < limit * np.min(squares_SL, axis=1)

@@ -69,15 +69,12 @@ def module_norms(snapshot: Snapshot) -> FloatArray:
 
 
 def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
-    """Each module's share of dead units: [S, L]; NaN where missing.
+    """Each module's share of dead units, from each parameter's share of dead elements: [S, L]; NaN where missing.
 
     The weights and the bias of a dead unit are all dead, so the smallest share among a module's parameters bounds the
     share of dead units. Other zeros are healthy: rows of an embedding for unused tokens, columns for inputs that are
     always 0, a bias that a batch norm cancels. A module without a bias could be an embedding, and counts only if it is
     completely dead. A module with only a bias (its weight may be parametrized) counts as not dead.
-
-    Args:
-        dead_SP: each parameter's share of dead elements.
     """
     modules = modules_of(names)
     least_SL = np.fmin.reduceat(dead_SP[:, modules.order], modules.starts, axis=1)
@@ -107,18 +104,18 @@ def weights_beside_biases(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]
     return tuple(found)
 
 
-def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:
+def initial_gains(snapshot: Snapshot, sample: int) -> dict[str, float]:
     """Each layer's RMS weight times sqrt(fan-in) in a sample, by the weight's name: about 1 preserves a signal's size.
 
     The fan-in is the size of the weight divided by the size of the bias. Layers without a bias are left out, as are
     normalisation layers, whose weight and bias have the same size.
     """
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
-    return [
-        (snapshot.names[weight], float(np.sqrt(sum_sq_P[weight] / size_P[bias])))  # sqrt(sum / size * (size / bias's))
+    return {
+        snapshot.names[weight]: float(np.sqrt(sum_sq_P[weight] / size_P[bias]))  # sqrt(sum / size * (size / bias's))
         for weight, bias in weights_beside_biases(snapshot.names)
         if size_P[weight] > size_P[bias] and sum_sq_P[weight] >= 0
-    ]
+    }
 
 
 def cancelled_biases(names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:

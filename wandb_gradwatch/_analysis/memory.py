@@ -63,8 +63,7 @@ def _restored(now: Any, value: Any) -> Any:
 class PerName:
     """One number per parameter name, stored as an array in the order of the last snapshot's names.
 
-    Args:
-        default: the number of a new name.
+    A new name has the number `default`.
     """
 
     def __init__(self, default: float = 0.0) -> None:
@@ -165,15 +164,12 @@ class Streaks:
 
 
 class PerKind(Generic[Kept]):
-    """Separate state for each kind of sample; kinds differ by the parameters that have a gradient.
+    """Separate state, made by `make`, for each kind of sample; kinds differ by the parameters that have a gradient.
 
     The two updates of a GAN, or of a model before and after most of it is unfrozen, have norms of different parameters.
     Comparing these norms would make every second sample a spike, or hide the spikes of the smaller norm. Samples are of
     one kind if they share at least half of their parameters, so an expert without tokens or one more unfrozen layer
     does not make a new kind.
-
-    Args:
-        make: creates the initial state of a kind.
     """
 
     def __init__(self, make: Callable[[], Kept]) -> None:

@@ -96,7 +96,7 @@ def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> A
         lines.append(order)
     if not isinstance(alert, Finding):
         return replace(alert, text="\n".join([alert.text, *lines]))
-    fitting = [d for d in diagnose(recent, **context) if d.explains(alert.title)] if len(recent) else []
+    fitting = [d for d in diagnose(recent, **context) if d.explains(alert.title)]
     # The rule knows whether a spike has passed; the samples up to the alert's step do not show it.
     is_no_spike = alert.title == ExplodingGradient.title and alert.kind not in SPIKES
     fitting = [d for d in fitting if d.cause != BAD_BATCH or not is_no_spike]

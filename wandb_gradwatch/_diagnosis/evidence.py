@@ -8,12 +8,12 @@ from typing import Final
 
 import numpy as np
 
-from .._analysis.baseline import Growth, steady_growth
+from .._analysis.baseline import Growth, median_and_scatter, steady_growth
 from .._analysis.depth import DepthTrend
 from .._analysis.formatting import clip_advice, number
 from .._analysis.layers import input_scale
 from .._measure.columns import BoolArray, Column, FloatArray, IntArray
-from ..rules._base import values_of
+from ..rules._base import FIRST_STEPS, values_of
 from ..snapshot import Snapshot, keys
 from .layers import Layers
 from .onset import Onset, RateRise, onset_of, rate_rise
@@ -26,7 +26,6 @@ FIRST_GRADIENT: Final = 10.0  # multiple of the parameters' norm; ordinary input
 _DECIDES: Final = 10.0  # multiple of FIRST_GRADIENT up to which a learning rate may be the cause as well
 _ORDINARY_INPUT, _ORDINARY_OUTPUT = 10.0, 3.0  # limits: inputs' root mean square; norm of the last bias's gradient
 DEEP: Final = 12  # number of layers over which ordinary gradients may grow larger than the parameters
-_FIRST_STEPS: Final = 2  # steps before which at most one update was made
 _EARLY: Final = 40
 _MIN_LOSSES: Final = 8
 _FADES, _IN_ORDER = 30.0, 0.9  # limits: norm of the last layer / first layer; Spearman's rank correlation with depth
@@ -64,13 +63,6 @@ class Evidence:
         return Parameters(self.history, self.spikes)
 
     @cached_property
-    def first_norms(self) -> tuple[float, float]:
-        """The norms of the gradient and of the parameters in the first clean sample."""
-        first = int(self.clean[0])
-        weights = float(np.sqrt(np.nansum(self.history.column(Column.PARAM_SUM_SQ)[first])))
-        return float(self.history.total_grad_norm[first]), weights
-
-    @cached_property
     def rate_rise(self) -> RateRise | None:
         """The newest rise of the learning rate; None if there is none."""
         return rate_rise(self.history)
@@ -105,7 +97,7 @@ class Evidence:
         """Whether at the first step of the training the norm fell by less than half of its later fall, on a log scale:
         then the initial weights are not the cause of `fading`."""
         first = self.layers.first_depth
-        if self.fading is None or first is None or self.step(0) > _FIRST_STEPS:
+        if self.fading is None or first is None or self.step(0) > FIRST_STEPS:
             return False
         return abs(math.log(first.factor)) < 0.5 * math.log(self.fading.factor)
 
@@ -178,10 +170,11 @@ class Evidence:
     @cached_property
     def first_ratio(self) -> float:
         """The norm of the first gradient / the norm of the parameters, before any update; NaN if not measured."""
-        if not self.clean.size or self.step(int(self.clean[0])) > _FIRST_STEPS:
+        first = int(self.clean[0]) if self.clean.size else None
+        if first is None or self.step(first) > FIRST_STEPS:
             return math.nan
-        norm, weights = self.first_norms
-        return norm / weights if weights > 0 else math.nan
+        weights = float(np.sqrt(np.nansum(self.history.column(Column.PARAM_SUM_SQ)[first])))
+        return float(self.history.total_grad_norm[first]) / weights if weights > 0 else math.nan
 
     @property
     def is_of_large_data(self) -> bool:
@@ -199,7 +192,9 @@ class Evidence:
         inputs, output = input_scale(self.history, first), float(self.history.grad_norm[first, -1])
         if inputs is None or inputs[1] > _ORDINARY_INPUT or "bias" not in name or not output <= _ORDINARY_OUTPUT:
             return ""
-        if not self.first_norms[0] > FIRST_GRADIENT * output:  # the gradient has not grown: the parameters are small
+        if (
+            not self.history.total_grad_norm[first] > FIRST_GRADIENT * output
+        ):  # the gradient has not grown: the parameters are small
             return ""
         ordinary = f"the inputs of {inputs[0]} have a root mean square of about {number(inputs[1])}"
         return f"{ordinary}, and the gradient of {name} has a norm of {number(output)}"
@@ -207,8 +202,9 @@ class Evidence:
     @property
     def first_gradient(self) -> str:
         """The comparison of the first gradient with the parameters, as a text."""
+        first = int(self.clean[0])
         return (
-            f"the gradient of step {self.step(int(self.clean[0]))} had a norm of {number(self.first_norms[0])}, "
+            f"the gradient of step {self.step(first)} had a norm of {number(self.history.total_grad_norm[first])}, "
             f"{number(self.first_ratio)}x the parameters', before any update"
         )
 
@@ -253,8 +249,7 @@ class Evidence:
         while place < len(self.log_norm_N):
             before = self.log_norm_N[max(place - _NEIGHBOURS, 0) : place]
             after = self.log_norm_N[place + 1 : place + 1 + _NEIGHBOURS]
-            norm, usual = float(self.log_norm_N[place]), float(np.median(before))
-            scatter = 1.4826 * float(np.median(np.abs(before - usual)))
+            norm, (usual, scatter) = float(self.log_norm_N[place]), median_and_scatter(before)
             back = not len(after) or float(np.median(after)) - usual < (norm - usual) / 2
             aftermath = _length_of_run((after > usual + np.log(_SPIKE_FACTOR)) & (after < norm))
             others = np.sort(np.concatenate([before, after[aftermath:]]))

@@ -6,6 +6,7 @@ from typing import Final
 
 import numpy as np
 
+from .._analysis.baseline import median_and_scatter
 from .._analysis.formatting import number
 from .._measure.columns import BoolArray, FloatArray, IntArray
 from ..snapshot import Snapshot, keys
@@ -113,9 +114,9 @@ def which_moved_first(history: Snapshot) -> str:
 def _onset_in(values_S: FloatArray, seen_S: BoolArray) -> int | None:
     """Return the first of the last samples in a row that are far above usual; None if the newest two are not."""
     usual = values_S[seen_S][: np.count_nonzero(seen_S) // 2]
-    median = float(np.median(usual))
-    deviation = max(1.4826 * float(np.median(np.abs(usual - median))), _PRECISION * abs(median))
-    moved_S = values_S > max(median + _DEVIATIONS * deviation, float(usual.max()))  # a missing value has not moved
+    median, scatter = median_and_scatter(usual)
+    far = _DEVIATIONS * max(scatter, _PRECISION * abs(median))
+    moved_S = values_S > max(median + far, float(usual.max()))  # a missing value has not moved
     if not moved_S[-2:].any():
         return None
     end = int(np.flatnonzero(moved_S)[-1])

@@ -112,28 +112,20 @@ class Parameters:
         """Return a parameter whose norm the update before a sample changed by more than half, and by far more than the
         updates before: its name, its norm before and its norm now. It may be small beside all other parameters."""
         first = max(sample - 1 - _JUMP_NEIGHBOURS, 0)
-        if (
-            sample - 1 - first < _MIN_JUMP_NEIGHBOURS
-            or np.ptp(self.history.steps[first : sample + 1]) != sample - first
-        ):
+        num = sample - first
+        if num <= _MIN_JUMP_NEIGHBOURS or np.ptp(self.history.steps[first : sample + 1]) != num:
             return None
         norm_SP = self.history.param_norm[first : sample + 1]
         change_SP = np.abs(np.diff(norm_SP, axis=0))
-        is_far_P = (norm_SP[-2] > 0) & (
-            change_SP[-1] > np.maximum(_UNUSUAL * change_SP[:-1].max(axis=0), MAX_LEAP * norm_SP[-2])
-        )
+        limit_P = np.maximum(_UNUSUAL * change_SP[:-1].max(axis=0), MAX_LEAP * norm_SP[-2])
+        is_far_P = (norm_SP[-2] > 0) & (change_SP[-1] > limit_P)
         place = int(np.argmax(is_far_P))
         return (self.history.names[place], *norm_SP[-2:, place].tolist()) if is_far_P[place] else None
 
     @cached_property
     def jump(self) -> tuple[float, int] | None:
-        """An update just before a spike that moved the parameters far more than any update before it.
-
-        A bad batch moves the parameters after its spike, not before.
-
-        Returns:
-            The change / the largest of the 16 changes before, and the sample of the update; None if there is none.
-        """
+        """An update just before a spike that moved the parameters far more than any before it, as no bad batch does:
+        its change / the largest of the 16 changes before, and its sample; None if there is none."""
         for spike, _ in self.spikes:
             if (found := self.update_before(spike)) is not None and found[0] >= _MIN_JUMP:
                 factor = found[0] / max(found[1], 1e-12)
@@ -169,8 +161,6 @@ class Parameters:
 
     def grow_alike(self, sample: int) -> bool:
         """Whether all parameters, of different sizes, grew by one factor up to the next sample, as no gradient does."""
-        if sample + 1 >= len(self.history):
-            return False
         sum_sq_SP = self.history.column(Column.PARAM_SUM_SQ)[[sample, sample + 1]]
         known_P = (self.history.num_elements[sample] >= _MIN_ELEMENTS) & (sum_sq_SP > 0).all(axis=0)
         if np.count_nonzero(known_P) < 3:
@@ -180,6 +170,6 @@ class Parameters:
         return bool(sizes.max() > 1.5 * sizes.min() and np.ptp(log_factor) < 0.1 * log_factor.min())
 
     @cached_property
-    def gains(self) -> list[tuple[str, float]]:
+    def gains(self) -> dict[str, float]:
         """Each layer's RMS weight times sqrt(fan-in) in the first sample; about 1 preserves the size of a signal."""
         return initial_gains(self.history, 0)

@@ -71,11 +71,9 @@ class Finding(Alert):
         return replace(changed, text=text)
 
 
-def finding(
-    title: str, fact: str, layers: str, cause: str, remedy: str, step: int, level: Level = "WARN", kind: str = ""
-) -> Finding:
+def finding(title: str, fact: str, layers: str, cause: str, remedy: str, step: int, level: Level = "WARN") -> Finding:
     """Return a finding whose text consists of these parts."""
-    return Finding(title, sentence(fact, layers, cause, remedy), step, level, fact, layers, cause, remedy, kind)
+    return Finding(title, sentence(fact, layers, cause, remedy), step, level, fact, layers, cause, remedy)
 
 
 def is_ordinary(snapshot: Snapshot) -> bool:

@@ -214,10 +214,7 @@ class ExplodingGradient(ShippedRule):
     def _log_limit(self, past: _Past, norms: list[float], gap: int, moved: bool) -> float:
         """Return the log norm above which the newest norm is too large; a lower number if it is below that anyway.
 
-        Args:
-            past: the history to compare with; norms: its newest norm and the earlier ones that are as far apart as the
-                newest two.
-            gap: this distance in steps; moved: whether the last updates have moved the parameters far.
+        `norms` are the newest norm and the earlier ones that are as far apart as the newest two, `gap` steps.
         """
         if self.record_factor is None or not past.num_survived:
             return math.inf
@@ -362,8 +359,9 @@ class ExplodingGradient(ShippedRule):
         fact = f"Step {at}: {found.words}."
         cause, remedy = _CAUSES[found.kind]
         remedy = remedy.format(clip=clip_advice(float(snapshot.clipped[sample])))
-        told = finding(self.title, fact, layers, cause, remedy, found.step, found.level, found.kind)
-        return replace(told, found_in=int(snapshot.steps[sample]), seen=at if found.kind in ("stays", "moved") else 0)
+        told = finding(self.title, fact, layers, cause, remedy, found.step, found.level)
+        seen = at if found.kind in ("stays", "moved") else 0
+        return replace(told, kind=found.kind, found_in=int(snapshot.steps[sample]), seen=seen)
 
 
 def _scatter(log_norms: list[float]) -> float:

@@ -67,7 +67,7 @@ class PoorInitialisation(PerKindRule):
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
         """Return what is wrong with the initial weights, and the cause; None if nothing is."""
-        all_gains = dict(initial_gains(snapshot, sample))
+        all_gains = initial_gains(snapshot, sample)
         gains = {name: gain for name, gain in all_gains.items() if gain > 0}
         rms_P = snapshot.param_norm[sample] / np.sqrt(snapshot.num_elements[sample])
         limits = {name: self.max_recurrent_gain if "weight_hh" in name else self.max_gain for name in gains}

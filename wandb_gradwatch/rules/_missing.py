@@ -77,16 +77,17 @@ class NoGradient(ShippedRule):
             self._num_samples = self._complete = self._num_samples + len(snapshot)
             self._num_zero, self._was_nothing = 0, False
             return
-        for sample, (loss, missing_P) in enumerate(zip(values_of(snapshot, keys.LOSS), ~snapshot.present, strict=True)):
+        for sample, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
+            missing_P = ~snapshot.present[sample.place]
             # Samples in which a parameter is frozen do not count. NotInOptimizer reports those without an optimizer.
-            self._unowned |= {key for key in unowned if snapshot.metrics[key][sample] > 0}
+            self._unowned |= {key for key in unowned if snapshot.metrics[key][sample.place] > 0}
             # A parameter with a gradient was trainable, even if it is frozen by now, as CycleGAN's discriminators are.
             wanted_P = snapshot.trainable | ~missing_P
             if self._unowned:
                 wanted_P = wanted_P & [keys.WIRING_UNOWNED + name not in self._unowned for name in snapshot.names]
             wanted_P = wanted_P & ~self._have_had_their_phase(snapshot.names, missing_P)
             late_P = missing_P & wanted_P
-            all_zero = snapshot.total_grad_norm[sample] == 0 and not snapshot.has_nonfinite[sample]
+            all_zero = sample.norm == 0 and not sample.has_nonfinite
             is_nothing = all_zero or bool(missing_P.all())
             self._is_often_nothing |= self._was_nothing and not is_nothing
             self._was_nothing = is_nothing
@@ -103,9 +104,9 @@ class NoGradient(ShippedRule):
             # A loss of 0 may have no gradient for long: rewards can be rare, or a hinge loss satisfied.
             patience = self.zero_patience if math.isnan(loss) else self.lost_patience if loss else self.patience
             if self._num_zero >= patience and not self._is_often_nothing:
-                yield self._zero_alert(int(snapshot.steps[sample]), patience)
+                yield self._zero_alert(sample.step, patience)
             elif (late := np.flatnonzero(late_P & wanted_P)).size:
-                yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, row_P, late)
+                yield self._missing_alert(sample.step, snapshot.names, row_P, late)
 
     def _have_had_their_phase(self, names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:
         """Return which parameters lack a gradient since others got one for the first time, or after a pause: [P].

@@ -230,8 +230,7 @@ class FastParameters(PerKindRule):
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: float) -> FloatArray | None:
     """Return each weight's change of log norm per step, 0 if unknown, then that of all, doubled if many: [P + 1].
 
-    Args:
-        share: of the size that preserves a signal; weights may grow to it at any speed.
+    Weights may grow at any speed to this share of the size that preserves a signal.
     """
     before_P, now_P, *_, num_steps = update
     known_P = _are_weights(names) & (size_P >= MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)

@@ -85,8 +85,7 @@ class VanishingGradient(PerKindRule):
     bounds: ClassVar[Bounds] = {"min_norm": FROM_0, "depth_factor": FROM_1, "min_order": SHARE, "patience": FROM_1}
 
     def values(self, snapshot: Snapshot) -> list[DepthTrend | None]:
-        steep = depth_trends(snapshot, above=self.depth_factor)
-        return [steep.get(place) for place in range(len(snapshot))]
+        return depth_trends(snapshot, above=self.depth_factor)
 
     def check_sample(self, snapshot: Snapshot, seen: Overview, trend: DepthTrend | None, /) -> Iterable[Alert]:
         if not seen.norm > 0:

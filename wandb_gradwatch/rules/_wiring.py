@@ -32,10 +32,9 @@ class NotInOptimizer(ShippedRule):
             for key, values in snapshot.metrics.items()
             if key.startswith(keys.WIRING_UNOWNED)
         }
-        for sample in range(len(snapshot)) if found else ():
+        for sample, step in enumerate(snapshot.steps.tolist()):
             names = [name for name, values in found.items() if values[sample] > 0]
             if names:
-                step = int(snapshot.steps[sample])
                 fact = (
                     f"Step {step}: {len(names)} of the trainable parameters have a gradient, but no optimizer holds "
                     f"them, and no other code has changed them: {listing(names)}."
@@ -134,11 +133,9 @@ class UnchangedParameters(PerKindRule):
         update = self._movement.see(snapshot.names, sample)
         has_changed = update.total_before < update.total_after or update.total_after < update.total_before
         same = not has_changed  # usually False
-        if same:  # ignore parameters that are missing in either sample
+        if same:  # parameters that are missing in either sample are neither equal nor different
             now_P, before_P = update.after, update.before
-            same_P = now_P == before_P
-            unknown_P = np.isnan(now_P) | np.isnan(before_P)
-            same = bool((same_P | unknown_P).all() and now_P[same_P].any())
+            same = not ((now_P < before_P) | (before_P < now_P)).any() and bool(now_P[now_P == before_P].any())
         self._num_unchanged = self._num_unchanged + 1 if same and norm > converged else 0
         if not self._num_unchanged:
             self._since = self._able = sample.step

@@ -10,6 +10,7 @@ from ..._analysis.layers import modules_of
 from ..._measure.columns import Column
 from ..causes import BACKWARD, BATCH_NORM, DEPTH, DEVIATION, FADING, RECURRENCE, SATURATION, Diagnosis
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
+from .incidents import OTHER_DATA
 
 # P watched parameters, N clean samples, L modules
 
@@ -34,7 +35,7 @@ def through_depth(evidence: Evidence) -> Diagnosis | None:
     if trend is not None and trend.factor <= 0.01 and trend.order < -0.9:
         words = f"norm grows {number(1 / trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
         return Diagnosis(DEPTH, 0.85, words, remedy)
-    num_layers = sum(gain > 0 for _, gain in evidence.parameters.gains)
+    num_layers = sum(gain > 0 for gain in evidence.parameters.gains.values())
     if num_layers < DEEP or not evidence.first_ratio > FIRST_GRADIENT:
         return None
     words = f"the first gradient has {number(evidence.first_ratio)}x the parameters' norm, behind {num_layers} layers"
@@ -67,8 +68,7 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
     )
     remedy = "clip with clip_grad_norm_(parameters, 1.0), shorten the unrolled sequence, use an LSTM or GRU"
     if evidence.gradient_came_first:  # then the batch may be the cause as well
-        rival = "the data has changed; whether the norm falls back tells them apart"
-        return Diagnosis(RECURRENCE, 0.8, words, remedy, rival)
+        return Diagnosis(RECURRENCE, 0.8, words, remedy, OTHER_DATA)
     rival = "a learning rate that is too high; a run with a tenth of the learning rate tells them apart"
     return Diagnosis(RECURRENCE, 0.95, words, f"{remedy}; lower the learning rate", rival)
 
@@ -151,7 +151,7 @@ def fading(evidence: Evidence) -> Diagnosis | None:
     words = f"norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
     # Nearly linear layers preserve the size of a signal with a gain of 1, ReLU layers with sqrt(2).
     usual = 1.0 if kind or not unsaturated else np.sqrt(2)
-    gains = [gain / usual for _, gain in evidence.parameters.gains if gain > 0]
+    gains = [gain / usual for gain in evidence.parameters.gains.values() if gain > 0]
     shrinks = -float(np.sum(np.log(gains))) if len(gains) >= 4 else 0.0
     if evidence.step(0) <= 10 and not evidence.began_to_fade and shrinks > 0.5 * np.log(trend.factor):
         words += f", and the weights of {len(gains)} layers alone make it {number(float(np.exp(shrinks)))}x"

@@ -24,7 +24,7 @@ from ..evidence import Evidence
 
 # S samples, L modules
 
-_OTHER_DATA: Final = "the data has changed; whether the norm falls back tells them apart"
+OTHER_DATA: Final = "the data has changed; whether the norm falls back tells them apart"
 _BACKWARD: Final = (
     "something in the backward that multiplies the gradient, as the loss is the usual one; a look at the batch tells "
     "them apart"
@@ -69,7 +69,7 @@ def _or_other_data(evidence: Evidence, sample: int) -> tuple[str, str]:
         return f"{remedy}; lower the learning rate of {name}", rival
     if evidence.has_usual_loss(sample):
         return f"{remedy}; test the backward with torch.autograd.gradcheck", _BACKWARD
-    return f"{remedy}; if the norm stays high, look at what has changed in the data", _OTHER_DATA
+    return f"{remedy}; if the norm stays high, look at what has changed in the data", OTHER_DATA
 
 
 def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
@@ -96,13 +96,11 @@ def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
     if not is_everywhere and not evidence.has_bad_loss(sample):
         return None
     before = evidence.log_norm_N[evidence.clean < sample][-16:]
-    norms = (
-        f", after norms of {number(float(np.exp(before.min())))} to {number(float(np.exp(before.max())))} before it"
-        if len(before)
-        else ""
-    )
-    what = "every layer" if is_everywhere else "the loss"
-    words = f"at step {evidence.step(sample)} {what} is non-finite{norms}{evidence.note_of(sample)}"
+    words = f"at step {evidence.step(sample)} {'every layer' if is_everywhere else 'the loss'} is non-finite"
+    if len(before):
+        least, most = np.exp(before.min()), np.exp(before.max())
+        words += f", after norms of {number(float(least))} to {number(float(most))} before it"
+    words += evidence.note_of(sample)
     remedy = (
         "check the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
         f"{_against_a_bad_batch(evidence, sample)}; {_TRACE}: add an epsilon to it, or clamp its inputs"

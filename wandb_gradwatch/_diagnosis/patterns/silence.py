@@ -12,14 +12,13 @@ from ...snapshot.keys import forecast_key
 from ..causes import DEAD_UNITS, DYING, FROZEN, LARGE_DATA, SCALE, UNDERFLOW, Diagnosis
 from ..evidence import Evidence
 from ..parameters import FIRST_STEPS
-from .parameters import initialisation
+from .parameters import FIRST_SCALE, initialisation
 
 # S samples, P watched parameters, L modules, N newest clean samples
 
 _FP16_STEP: Final = 2.0**-24  # the smallest float16 above 0, and the spacing of float16 below 2^-13
 
 _SATURATED: Final = "a softmax or a gate after them that is saturated; their outputs tell them apart"
-_LARGE: Final = "a large scale of the inputs, targets or loss; the size of the loss at the first step tells them apart"
 _CUT_OFF: Final = (
     "an operation that no gradient passes, such as round(), sign(), argmax() or detach(), since the layer after them "
     "has inputs other than 0; their outputs tell them apart"
@@ -28,10 +27,7 @@ _CUT_OFF: Final = (
 
 def underflow(evidence: Evidence) -> Diagnosis | None:
     """Float16 underflow: the smallest elements are multiples of the smallest float16, and many are exactly 0."""
-    history = evidence.history
-    if not evidence.clean.size:
-        return None
-    newest = evidence.clean[-20:]
+    history, newest = evidence.history, evidence.clean[-20:]
     scale_N = np.where(np.isnan(history.loss_scale[newest]), 1.0, history.loss_scale[newest])
     smallest_NP = history.grad_abs_min_nonzero[newest] * scale_N[:, None]
     small_NP = smallest_NP < 2.0**-14
@@ -97,7 +93,7 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
     one_by_one = False if rival else evidence.layers.died_one_by_one(last)
     if one_by_one:
         remedy = "divide the learning rate by 10; normalise the inputs and the targets, take the mean in the loss; clip"
-        return Diagnosis(DYING, 0.75, words, remedy, _LARGE)
+        return Diagnosis(DYING, 0.75, words, remedy, FIRST_SCALE)
     if one_by_one is None:
         rival = f"{DYING}; a run with sample_every=1 tells them apart"
     # Parameters that move too far kill units: then their speed is the first cause. Small ones may do so at first.
