@@ -21,6 +21,7 @@ from .parameters import Parameters
 
 # S samples, N clean samples
 
+_ORDINARY: Final = 3.0  # most size of an ordinary update / the largest update before
 _FAR: Final = 0.05  # change of the parameters' norm by one update, as a share of the norm
 FIRST_GRADIENT: Final = 10.0  # multiple of the parameters' norm; ordinary inputs and losses make smaller gradients
 _DECIDES: Final = 10.0  # multiple of FIRST_GRADIENT up to which a learning rate may be the cause as well
@@ -55,7 +56,7 @@ class Evidence:
     @property
     def clip_advice(self) -> str:
         """The advice about clipping: it depends on whether the training clipped in any of the last samples."""
-        return clip_advice(float(np.any(self.history.clipped[-_NEIGHBOURS:] == 1)))
+        return clip_advice(clips=1 in self.history.clipped[-_NEIGHBOURS:])
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -70,7 +71,7 @@ class Evidence:
     @cached_property
     def onset(self) -> Onset | None:
         """The sample in which the norm has just left its usual level at once; None if there is none."""
-        return onset_of(self.log_norm_N, self.clean, self.parameters)
+        return onset_of(self.log_norm_N, self.clean)
 
     @property
     def gradient_came_first(self) -> bool:
@@ -78,7 +79,8 @@ class Evidence:
 
         False if the parameters begin to move far only some updates later: then no batch has moved them.
         """
-        if self.onset is None or not self.onset.ordinary_update or self.rate_rise is not None:
+        update = None if self.onset is None else self.parameters.update_before(self.onset.sample)
+        if self.onset is None or update is None or not update[0] <= _ORDINARY * update[1] or self.rate_rise is not None:
             return False
         if self.parameters.was_moving(self.onset.sample) or (self.growth and self.growth[1] >= self.onset.sample):
             return False

@@ -10,7 +10,6 @@ from .._analysis.baseline import median_and_scatter
 from .._analysis.formatting import number
 from .._measure.columns import BoolArray, FloatArray, IntArray
 from ..snapshot import Snapshot, keys
-from .parameters import Parameters
 
 # S samples, N clean samples
 
@@ -19,7 +18,6 @@ _LEAST: Final = 5
 _SUDDEN, _CALM = math.log(5.0), math.log(3.0)  # log of norm / usual norm: least at an onset, most in the sample before
 _RECENT: Final = 12  # number of newest samples in which the fault of an alert begins
 _ROSE: Final = 3.0  # least learning rate / previous one at a rise; a warm-up schedule reaches 2 at most
-_ORDINARY: Final = 3.0  # most size of an ordinary update / the largest update before
 _LEAST_BOTH: Final = 12  # least number of samples with loss and norm; the older half defines what is usual
 _DEVIATIONS: Final = 6.0
 _PRECISION: Final = 1e-2  # smallest deviation, as a share of the median
@@ -42,9 +40,6 @@ class Onset:
 
     sample: int
     factor: float  # its norm / the median of the norms before it
-    # Whether the update before it moved the parameters no more than usual. If so, not an update but the batch, the
-    # targets or the loss has made this gradient.
-    ordinary_update: bool
 
 
 def rate_rise(history: Snapshot) -> RateRise | None:
@@ -76,15 +71,12 @@ def _rise_of_a_schedule(history: Snapshot, before: int, now: int) -> float:
     return _ROSE * float(steps[1] / max(steps[0], 1)) if np.ptp(steps) > now - before else _ROSE
 
 
-def onset_of(log_norm_N: FloatArray, clean_N: IntArray, parameters: Parameters) -> Onset | None:
+def onset_of(log_norm_N: FloatArray, clean_N: IntArray) -> Onset | None:
     """Return the newest onset among the last clean samples; None if there is none."""
     for place in range(len(log_norm_N) - 1, max(_LEAST, len(log_norm_N) - _RECENT) - 1, -1):
         usual = float(np.median(log_norm_N[max(place - _NEIGHBOURS, 0) : place]))
         if log_norm_N[place] - usual >= _SUDDEN and log_norm_N[place - 1] - usual <= _CALM:
-            factor = math.exp(min(float(log_norm_N[place]) - usual, 700.0))
-            sample = int(clean_N[place])
-            update = parameters.update_before(sample)
-            return Onset(sample, factor, update is not None and update[0] <= _ORDINARY * update[1])
+            return Onset(int(clean_N[place]), math.exp(min(float(log_norm_N[place]) - usual, 700.0)))
     return None
 
 

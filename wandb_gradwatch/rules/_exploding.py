@@ -358,7 +358,7 @@ class ExplodingGradient(ShippedRule):
         )
         fact = f"Step {at}: {found.words}."
         cause, remedy = _CAUSES[found.kind]
-        remedy = remedy.format(clip=clip_advice(float(snapshot.clipped[sample])))
+        remedy = remedy.format(clip=clip_advice(clips=snapshot.clipped[sample] == 1))
         told = finding(self.title, fact, layers, cause, remedy, found.step, found.level)
         seen = at if found.kind in ("stays", "moved") else 0
         return replace(told, kind=found.kind, found_in=int(snapshot.steps[sample]), seen=seen)

@@ -163,7 +163,7 @@ class FastParameters(PerKindRule):
         last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
         product_P, since_P, most = recent[:-1].sum(axis=0), num_steps * self._recent[-1], math.log(self.max_factor)
         most_since = most if num_steps == 1 else 2 * most
-        advice = _REMEDY + clip_advice(float(snapshot.clipped[sample]))
+        advice = _REMEDY + clip_advice(clips=snapshot.clipped[sample] == 1)
         is_learning = self._progress.has_fallen()
         if len(recent) > 1 and not is_learning and last_P.max() > math.log1p(limit):
             words = f"grown by {number(100 * limit)} % per step or more, twice within {_OF_LAST} samples"

@@ -104,17 +104,17 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     names, rise_L = evidence.layers.by_module.names, evidence.layers.rise_at(sample)
     # A single number, such as a temperature, has no place in the depth.
     known = np.flatnonzero(np.isfinite(rise_L) & (evidence.layers.by_module.num_elements[sample] > 1))
-    raised = [int(place) for place in known if rise_L[place] > _RAISED]
-    after = [int(place) for place in known if raised and place > raised[-1]]
-    if not raised or not after:
+    raised = known[rise_L[known] > _RAISED].tolist()
+    after = known[known > raised[-1]].tolist() if raised else []
+    if not after:
         return None
     if float(rise_L[after].max()) > np.clip(float(rise_L[raised].min()) / _CONTRAST, _USUAL, _MOST_USUAL):
         return None
-    before = [place for place in known if place <= raised[-1]]
+    num_before = len(known) - len(after)
     # Of parallel branches one can rise alone for reasons of its own, together with the loss.
     is_one_branch = branch_of(names[raised[-1]]) == branch_of(names[after[0]])
     is_loss_known, has_usual_loss = evidence.is_loss_known(sample), evidence.has_usual_loss(sample)
-    if len(raised) < 0.8 * len(before) or not (is_one_branch or has_usual_loss or not is_loss_known):
+    if len(raised) < 0.8 * num_before or not (is_one_branch or has_usual_loss or not is_loss_known):
         return None
     weights, biases = evidence.layers.split(raised[-1])
     rise_P = evidence.layers.rise_at(sample, of_parameters=True)
