@@ -34,6 +34,12 @@ def student_factor(stds: float, num_samples: int) -> float:
     return math.sqrt(dof * math.expm1(min(z * z / dof, _MAX_EXPONENT))) * math.sqrt(1 + 1 / num_samples)
 
 
+def median_and_scatter(values_N: FloatArray) -> tuple[float, float]:
+    """The median, and the standard deviation of a normal distribution with this median absolute deviation."""
+    median = float(np.median(values_N))
+    return median, 1.4826 * float(np.median(np.abs(values_N - median)))
+
+
 def limit_of(log_norms_N: Sequence[float], *, stds: float, min_factor: float, record_factor: float | None) -> float:
     """Return the largest norm that is still usual after these norms.
 
@@ -50,13 +56,12 @@ def limit_of(log_norms_N: Sequence[float], *, stds: float, min_factor: float, re
     past = np.asarray(log_norms_N, dtype=np.float64)
     record = float(np.sort(past[-_RECENT:])[-2])  # the second largest, because the largest may be a transient
     if len(past) >= _MIN_FOR_TRIMMING:
-        distance = np.abs(past - np.median(past))
-        # For a normal distribution, 1.4826 median absolute deviations are one standard deviation.
-        kept = past[distance <= _OUTLIER_STDS * max(1.4826 * float(np.median(distance)), _MIN_STD)]
+        median, scatter = median_and_scatter(past)
+        kept = past[np.abs(past - median) <= _OUTLIER_STDS * max(scatter, _MIN_STD)]
         past = kept if len(kept) >= _MIN_FOR_TRIMMING else past
     mean, std = float(past.mean()), max(float(past.std(ddof=1)), _MIN_STD)
     limit = mean + max(student_factor(stds, len(past)) * std, math.log(min_factor))
-    return _exp(limit if record_factor is None else max(limit, record + math.log(record_factor)))
+    return bounded_exp(limit if record_factor is None else max(limit, record + math.log(record_factor)))
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,10 @@ def steady_growth(log_norms_N: Sequence[float], *, factor: float, every: int = 1
         needed_factor = factor if length * every <= _QUICK else factor * _SLOW_FACTOR
         largest_before = float(past[:-length].max(initial=-math.inf))
         if steady and min(rise, y[-1] - largest_before) >= math.log(needed_factor):
-            return Growth(factor=_exp(rise), num_samples=length)
+            return Growth(factor=bounded_exp(rise), num_samples=length)
     return None
 
 
-def _exp(value: float) -> float:
+def bounded_exp(value: float) -> float:
+    """e to this power; infinity if a float64 cannot hold it."""
     return math.exp(value) if value < _MAX_EXPONENT else math.inf

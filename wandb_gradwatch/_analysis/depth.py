@@ -39,28 +39,24 @@ def chains_of(names_L: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], ...]:
 
 @dataclass(frozen=True)
 class DepthTrend:
-    """The trend of log norms over the depth.
+    """The trend of log norms over the depth."""
 
-    Args:
-        first, last: the names of the first and the last layer.
-        factor: the last layer's norm divided by the first layer's, on the fitted line: above 1 if the gradient
-            decreases towards the input, below 1 if it grows.
-        order: Spearman's rank correlation of norm and depth: 1 if every layer's norm is above that of the layer before.
-    """
-
-    first: str
+    first: str  # the name of the first layer
     last: str
+    # The last layer's norm divided by the first layer's, on the fitted line: above 1 if the gradient decreases towards
+    # the input, below 1 if it grows.
     factor: float
-    order: float
+    order: float  # Spearman's rank correlation of norm and depth: 1 if every layer's norm is above the one before
 
 
-def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
-    """The trends of the modules' gradient norms whose factor is above a limit, by sample.
+def depth_trends(snapshot: Snapshot, *, above: float) -> list[DepthTrend | None]:
+    """The trend of the modules' gradient norms in each sample; None where its factor is not above a limit.
 
     Parameters are merged into modules first, because bias and weight of a layer differ for reasons other than depth.
     """
     # The rise of a line fitted to points is at most 1.5 times the range of the points.
-    limit, column, trends = above ** (4 / 3), Column.GRAD_SUM_SQ, {}
+    limit, column = above ** (4 / 3), Column.GRAD_SUM_SQ
+    trends: list[DepthTrend | None] = [None] * len(snapshot)
     modules = modules_of(snapshot.names)
     squares_SL = np.add.reduceat(snapshot.rows[:, modules.order, column], modules.starts, axis=1)
     is_flat_S = np.max(squares_SL, axis=1) * (1 + _ROUNDING) < limit * np.min(squares_SL, axis=1)

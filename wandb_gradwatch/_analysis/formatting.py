@@ -43,9 +43,9 @@ def sentence(fact: str, layers: str, cause: str, remedy: str, more: Collection[s
     return "\n".join(lines)
 
 
-def clip_advice(clipped: float) -> str:
-    """Advice on clipping, to follow "and"; `clipped` is an element of `Snapshot.clipped`: 1 if the training clips."""
-    return "clip at a lower norm" if clipped == 1 else "clip with clip_grad_norm_"
+def clip_advice(*, clips: bool) -> str:
+    """Advice on clipping, to follow "and", for a training that clips already or not."""
+    return "clip at a lower norm" if clips else "clip with clip_grad_norm_"
 
 
 def worst_first(values_P: FloatArray, chosen: npt.ArrayLike) -> list[int]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._shapes import group_function
 
@@ -20,24 +20,15 @@ MIN_WEIGHTS = 64  # fewer elements are a scale or a temperature, which may be cl
 
 @dataclass(frozen=True)
 class ModuleKinds:
-    """The module of each parameter.
+    """The module of each parameter."""
 
-    Args:
-        names: [L] modules in the order in which they first appear.
-        of_parameter: [P] the index of each parameter's module.
-        is_bias: [P] True for a bias.
-        has_bias, has_weight: [L] True if the module has a bias; True if it has another parameter.
-        order: [P] indices that sort the parameters by module; a full slice, without a copy, if they are sorted.
-        starts: [L] the first index of each module in that order.
-    """
-
-    names: tuple[str, ...]
-    of_parameter: npt.NDArray[np.intp]
-    is_bias: npt.NDArray[np.bool_]
-    has_bias: npt.NDArray[np.bool_]
-    has_weight: npt.NDArray[np.bool_]
-    order: npt.NDArray[np.intp] | slice
-    starts: npt.NDArray[np.intp]
+    names: tuple[str, ...]  # [L] in the order in which they first appear
+    of_parameter: npt.NDArray[np.intp]  # [P] the index of each parameter's module
+    is_bias: BoolArray  # [P]
+    has_bias: BoolArray  # [L]
+    has_weight: BoolArray  # [L] True if the module has a parameter other than a bias
+    order: npt.NDArray[np.intp] | slice  # [P] sorts the parameters by module; a full slice, without a copy, if they are
+    starts: npt.NDArray[np.intp]  # [L] the first index of each module in that order
 
 
 @lru_cache(maxsize=16)
@@ -46,18 +37,15 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     module_of = group_function("module")
     places: dict[str, int] = {}
     of_P = np.array([places.setdefault(module_of(name), len(places)) for name in names], dtype=np.intp)
-    has_bias_L = np.zeros(len(places), dtype=bool)
     is_bias_P = np.array(["bias" in name.rpartition(".")[2] for name in names], dtype=bool)
-    has_weight_L = np.zeros(len(places), dtype=bool)
-    has_bias_L[of_P[is_bias_P]], has_weight_L[of_P[~is_bias_P]] = True, True
+    has_bias_L, has_weight_L = (np.isin(np.arange(len(places)), of_P[chosen_P]) for chosen_P in (is_bias_P, ~is_bias_P))
     order_P = np.argsort(of_P, kind="stable")
     starts_L = np.searchsorted(of_P[order_P], np.arange(len(places)))
-    is_sorted = bool((np.diff(order_P) == 1).all())
-    order = slice(None) if is_sorted else order_P
+    order = slice(None) if (np.diff(order_P) == 1).all() else order_P
     return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, order, starts_L)
 
 
-def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> npt.NDArray[np.bool_]:
+def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> BoolArray:
     """Which parameters are float16 or bfloat16: [P]. Neither type has the last 13 bits of a float32; bfloat16 lacks 16.
 
     A gradient has its parameter's type, and its extremes are elements of it.
@@ -66,7 +54,7 @@ def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> npt.NDArray[
     with np.errstate(over="ignore"):
         narrow_PE = extremes_PE.astype(np.float32)
     are_half_PE = (narrow_PE == extremes_PE) & (narrow_PE.view(np.uint32) & ((1 << lost_bits) - 1) == 0)
-    are_half_P: npt.NDArray[np.bool_] = are_half_PE.all(axis=1)
+    are_half_P: BoolArray = are_half_PE.all(axis=1)
     return are_half_P
 
 
@@ -81,15 +69,12 @@ def module_norms(snapshot: Snapshot) -> FloatArray:
 
 
 def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
-    """Each module's share of dead units: [S, L]; NaN where missing.
+    """Each module's share of dead units, from each parameter's share of dead elements: [S, L]; NaN where missing.
 
     The weights and the bias of a dead unit are all dead, so the smallest share among a module's parameters bounds the
     share of dead units. Other zeros are healthy: rows of an embedding for unused tokens, columns for inputs that are
     always 0, a bias that a batch norm cancels. A module without a bias could be an embedding, and counts only if it is
     completely dead. A module with only a bias (its weight may be parametrized) counts as not dead.
-
-    Args:
-        dead_SP: each parameter's share of dead elements.
     """
     modules = modules_of(names)
     least_SL = np.fmin.reduceat(dead_SP[:, modules.order], modules.starts, axis=1)
@@ -97,13 +82,13 @@ def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
     return np.where(modules.has_weight, share_SL, np.fmin(share_SL, 0.0))
 
 
-def without_inputs(names: tuple[str, ...], dead_P: FloatArray) -> npt.NDArray[np.bool_]:
+def without_inputs(names: tuple[str, ...], dead_P: FloatArray) -> BoolArray:
     """Modules whose weights have no gradient but whose bias has one, so that all their inputs are 0: [L]."""
     modules = modules_of(names)
     dead_P, is_bias_P = dead_P[modules.order], modules.is_bias[modules.order]
     weights_L = np.fmin.reduceat(np.where(is_bias_P, np.nan, dead_P), modules.starts)
     biases_L = np.fmin.reduceat(np.where(is_bias_P, dead_P, np.nan), modules.starts)
-    empty_L: npt.NDArray[np.bool_] = (weights_L == 1.0) & (biases_L < 1.0)
+    empty_L: BoolArray = (weights_L == 1.0) & (biases_L < 1.0)
     return empty_L
 
 
@@ -119,21 +104,21 @@ def weights_beside_biases(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]
     return tuple(found)
 
 
-def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:
+def initial_gains(snapshot: Snapshot, sample: int) -> dict[str, float]:
     """Each layer's RMS weight times sqrt(fan-in) in a sample, by the weight's name: about 1 preserves a signal's size.
 
     The fan-in is the size of the weight divided by the size of the bias. Layers without a bias are left out, as are
     normalisation layers, whose weight and bias have the same size.
     """
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
-    return [
-        (snapshot.names[weight], float(np.sqrt(sum_sq_P[weight] / size_P[bias])))  # sqrt(sum / size * (size / bias's))
+    return {
+        snapshot.names[weight]: float(np.sqrt(sum_sq_P[weight] / size_P[bias]))  # sqrt(sum / size * (size / bias's))
         for weight, bias in weights_beside_biases(snapshot.names)
         if size_P[weight] > size_P[bias] and sum_sq_P[weight] >= 0
-    ]
+    }
 
 
-def cancelled_biases(names: tuple[str, ...], missing_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def cancelled_biases(names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:
     """Biases without a gradient in layers whose other parameters have one: [P].
 
     Such a layer is neither frozen nor detached: a loss of a derivative of the output, or of differences of outputs,
@@ -141,8 +126,7 @@ def cancelled_biases(names: tuple[str, ...], missing_P: npt.NDArray[np.bool_]) -
     """
     modules = modules_of(names)
     has_one_L = np.isin(np.arange(len(modules.names)), modules.of_parameter[~missing_P])
-    is_cancelled_P: npt.NDArray[np.bool_] = missing_P & modules.is_bias & has_one_L[modules.of_parameter]
-    return is_cancelled_P
+    return missing_P & modules.is_bias & has_one_L[modules.of_parameter]
 
 
 def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
@@ -178,9 +162,7 @@ def is_held_up(snapshot: Snapshot, sample: int) -> bool:
     return bool(np.any(is_weight_P & (snapshot.param_norm[sample] == 0) & (snapshot.grad_norm[sample] > 0)))
 
 
-def feed_nothing(
-    dead_L: npt.NDArray[np.bool_], empty_L: npt.NDArray[np.bool_], present_L: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
+def feed_nothing(dead_L: BoolArray, empty_L: BoolArray, present_L: BoolArray) -> BoolArray:
     """Return which of the dead layers are followed, in model order, by a layer whose inputs are all 0: [L]."""
     found_L, feeds_nothing = np.zeros_like(dead_L), False
     for place in np.flatnonzero(present_L)[::-1].tolist():
@@ -193,5 +175,4 @@ def num_units(snapshot: Snapshot, sample: int) -> FloatArray:
     """Return each module's number of units, the size of its smallest parameter, as a bias has one per unit: [L]."""
     modules = modules_of(snapshot.names)
     size_P = np.where(snapshot.present[sample], snapshot.num_elements[sample], np.inf)
-    size_L: FloatArray = np.minimum.reduceat(size_P[modules.order], modules.starts)
-    return size_L
+    return np.minimum.reduceat(size_P[modules.order], modules.starts)

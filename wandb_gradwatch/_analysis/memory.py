@@ -7,9 +7,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from .._measure.columns import FloatArray
+from .._measure.columns import BoolArray, FloatArray
 
 # P watched parameters
 
@@ -64,8 +63,7 @@ def _restored(now: Any, value: Any) -> Any:
 class PerName:
     """One number per parameter name, stored as an array in the order of the last snapshot's names.
 
-    Args:
-        default: the number of a new name.
+    A new name has the number `default`.
     """
 
     def __init__(self, default: float = 0.0) -> None:
@@ -111,7 +109,7 @@ class Streaks:
         self._num_quiet = 0  # samples of all names without the condition that are not yet added to _seen
 
     def see(
-        self, names: tuple[str, ...], is_so_P: npt.NDArray[np.bool_], present_P: npt.NDArray[np.bool_] | None = None
+        self, names: tuple[str, ...], is_so_P: BoolArray, present_P: BoolArray | None = None
     ) -> tuple[FloatArray, FloatArray, FloatArray] | None:
         """Add a sample: `is_so_P` is the condition, for the names that are present in the sample.
 
@@ -133,9 +131,7 @@ class Streaks:
         self._is_so = True
         return row_P, before_P, ((so_P + 1) / (before_P + 2)) ** row_P
 
-    def last(
-        self, names: tuple[str, ...], is_so_P: npt.NDArray[np.bool_], num: int, present_P: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.bool_]:
+    def last(self, names: tuple[str, ...], is_so_P: BoolArray, num: int, present_P: BoolArray) -> BoolArray:
         """Add a sample, and return which names have had the condition in at least `num` consecutive samples: [P]."""
         seen = self.see(names, is_so_P, present_P)
         return is_so_P if seen is None else is_so_P & (seen[0] >= num)
@@ -168,15 +164,12 @@ class Streaks:
 
 
 class PerKind(Generic[Kept]):
-    """Separate state for each kind of sample; kinds differ by the parameters that have a gradient.
+    """Separate state, made by `make`, for each kind of sample; kinds differ by the parameters that have a gradient.
 
     The two updates of a GAN, or of a model before and after most of it is unfrozen, have norms of different parameters.
     Comparing these norms would make every second sample a spike, or hide the spikes of the smaller norm. Samples are of
     one kind if they share at least half of their parameters, so an expert without tokens or one more unfrozen layer
     does not make a new kind.
-
-    Args:
-        make: creates the initial state of a kind.
     """
 
     def __init__(self, make: Callable[[], Kept]) -> None:
@@ -185,7 +178,7 @@ class PerKind(Generic[Kept]):
         self._names: tuple[str, ...] = ()
         self._of_mask: dict[bytes, Kept] = {}
 
-    def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_] | None) -> Kept:
+    def of(self, names: tuple[str, ...], present_P: BoolArray | None) -> Kept:
         """The state for samples in which these names are present; None: all names."""
         mask = b"" if present_P is None else present_P.tobytes()
         if (names is not self._names and names != self._names) or len(self._of_mask) > 4096:

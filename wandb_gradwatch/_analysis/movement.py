@@ -57,20 +57,19 @@ class Movement(Remembers):
         Only parameters in both samples are compared. False if there are none; True if elements became non-finite.
         """
         before_P, after_P, before, after, num_steps = self.see(snapshot.names, sample)
-        already, num_broken = self._num_broken, sample.sums[Column.PARAM_NUM_NONFINITE]
-        if num_broken <= already and num_steps > 0 and abs(after - before) < limit * before:
-            self._num_broken = num_broken
-            return False  # the usual case; the norm changes by less per step than the sum does in total
+        num_broken = sample.sums[Column.PARAM_NUM_NONFINITE]
         if math.isnan(num_broken):
             num_broken = float(np.nansum(sample.rows[:, Column.PARAM_NUM_NONFINITE]))
-        self._num_broken = num_broken
+        already, self._num_broken = self._num_broken, num_broken
+        if num_broken > already:
+            return True
+        if num_steps > 0 and abs(after - before) < limit * before:
+            return False  # the usual case; the norm changes by less per step than the sum does in total
         both_P = ~np.isnan(after_P) & ~np.isnan(before_P)
         before, after = float(before_P[both_P].sum()), float(after_P[both_P].sum())
         if after > before:
             small = float(small_squares(sample.rows[both_P, Column.NUM_ELEMENTS]).sum())
             before, after = max(before, small), max(after, small)
-        if num_broken > already:
-            return True
         if not 0 < before < math.inf or not after > 0 or num_steps < 1:
             return False
         return abs(math.expm1(min(0.5 * math.log(after / before) / num_steps, 700.0))) > limit

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from .._analysis.baseline import evenly_apart
 from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
+from .._measure.columns import BoolArray
 from ..rules import Alert
 from ..rules._base import Finding
 from ..rules._exploding import SPIKES, ExplodingGradient
@@ -83,7 +84,8 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, *, earlier: Sequence[
 
 
 def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> Alert:
-    until = _until(history, max(alert.step, alert.seen if isinstance(alert, Finding) else 0))
+    newest = max(alert.step, alert.seen if isinstance(alert, Finding) else 0)
+    until = select_samples(history, np.flatnonzero(history.steps <= newest))
     alike = _of_one_kind(until.present)
     even = evenly_apart(until.steps[alike].tolist())
     recent = select_samples(until, (alike[even] if len(even) >= _FEW else alike)[-_EPISODE:].tolist())
@@ -94,21 +96,20 @@ def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> A
         lines.append(order)
     if not isinstance(alert, Finding):
         return replace(alert, text="\n".join([alert.text, *lines]))
-    fitting = [d for d in diagnose(recent, **context) if d.explains(alert.title)] if len(recent) else []
+    fitting = [d for d in diagnose(recent, **context) if d.explains(alert.title)]
     # The rule knows whether a spike has passed; the samples up to the alert's step do not show it.
     is_no_spike = alert.title == ExplodingGradient.title and alert.kind not in SPIKES
     fitting = [d for d in fitting if d.cause != BAD_BATCH or not is_no_spike]
     if alert.kind == "passed":  # so the data has no new level
         fitting = [replace(d, rival="") if d.cause == BAD_BATCH else d for d in fitting]
     if fitting and not (len(until) and until.arose_after_backward[-1]):
-        alert = alert.because(*_in_words(fitting))
+        cause, remedy = _in_words(fitting)
+        alert = alert.but(cause=cause, remedy=remedy)
     if alert.title in NONFINITE_TITLES and (
         found := (context.get("notes") or {}).get(alert.step, {}).get(FIRST_BAD_OPERATION)
     ):
-        alert = alert.because(f"{FOUND_PREFIX}{found}")
-    for line in lines:
-        alert = alert.adding(line)
-    return alert
+        alert = alert.but(cause=f"{FOUND_PREFIX}{found}", remedy="")
+    return alert.but(more=(*alert.more, *lines)) if lines else alert
 
 
 def _in_the_wake(alert: Alert, history: Snapshot, earlier: Sequence[Alert]) -> Alert:
@@ -121,11 +122,11 @@ def _in_the_wake(alert: Alert, history: Snapshot, earlier: Sequence[Alert]) -> A
         is_near = one.title in _LASTING or (one.level == "ERROR" and num_since <= _EPISODE)
         if is_near and one.step <= alert.step and cause and not cause.startswith(_NOT_CLEAR):
             words = cause if cause.startswith(_WAKE) else f'{_WAKE}{one.title}": {cause}'
-            return alert.because(words, remedy.partition("\n")[0].removesuffix("."))
+            return alert.but(cause=words, remedy=remedy.partition("\n")[0].removesuffix("."))
     return alert
 
 
-def _of_one_kind(present_SP: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+def _of_one_kind(present_SP: BoolArray) -> npt.NDArray[np.intp]:
     """Return the samples that share at least half of their parameters with the last one; all if that has none."""
     if not len(present_SP) or not present_SP[-1].any():
         return np.arange(len(present_SP))
@@ -144,11 +145,3 @@ def _in_words(fitting: Sequence[Diagnosis]) -> tuple[str, str]:
     if second.remedy in first.remedy:
         return cause, first.remedy
     return cause, f"{first.remedy}; if that changes nothing, {second.remedy}"
-
-
-def _until(history: Snapshot, step: int) -> Snapshot:
-    """Return the samples up to a step. The histogram, that of the newest samples, is kept only if all samples are."""
-    kept = np.flatnonzero(history.steps <= step)
-    if len(kept) == len(history):
-        return history
-    return select_samples(history, kept)

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from .._analysis.baseline import Growth, steady_growth
+from .._analysis.baseline import Growth, median_and_scatter, steady_growth
 from .._analysis.depth import DepthTrend
 from .._analysis.formatting import clip_advice, number
 from .._analysis.layers import input_scale
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import BoolArray, Column, FloatArray, IntArray
+from ..rules._base import FIRST_STEPS, values_of
 from ..snapshot import Snapshot, keys
 from .layers import Layers
 from .onset import Onset, RateRise, onset_of, rate_rise
@@ -20,12 +21,12 @@ from .parameters import Parameters
 
 # S samples, N clean samples
 
+_ORDINARY: Final = 3.0  # most size of an ordinary update / the largest update before
 _FAR: Final = 0.05  # change of the parameters' norm by one update, as a share of the norm
 FIRST_GRADIENT: Final = 10.0  # multiple of the parameters' norm; ordinary inputs and losses make smaller gradients
 _DECIDES: Final = 10.0  # multiple of FIRST_GRADIENT up to which a learning rate may be the cause as well
 _ORDINARY_INPUT, _ORDINARY_OUTPUT = 10.0, 3.0  # limits: inputs' root mean square; norm of the last bias's gradient
 DEEP: Final = 12  # number of layers over which ordinary gradients may grow larger than the parameters
-_FIRST_STEPS: Final = 2  # steps before which at most one update was made
 _EARLY: Final = 40
 _MIN_LOSSES: Final = 8
 _FADES, _IN_ORDER = 30.0, 0.9  # limits: norm of the last layer / first layer; Spearman's rank correlation with depth
@@ -35,26 +36,14 @@ _NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
 _MIN_NEIGHBOURS: Final = 5
 
 
+@dataclass(frozen=True, eq=False)
 class Evidence:
-    """A history with additional knowledge about the training, and the facts derived from them.
+    """A history with additional knowledge about the training, as in `diagnose`, and the facts derived from them."""
 
-    Args:
-        history: samples of one training, oldest first.
-        modules: the class name of each module by its name, as in `named_modules()`. Without it, patterns that need the
-            class of a module use names and numbers instead.
-        notes: the user's notes by step.
-        num_ranks: number of ranks that make the gradient together; the loss is that of one rank.
-    """
-
-    def __init__(
-        self,
-        history: Snapshot,
-        *,
-        modules: Mapping[str, str],
-        notes: Mapping[int, Mapping[str, object]],
-        num_ranks: int,
-    ) -> None:
-        self.history, self.modules, self.notes, self._num_ranks = history, modules, notes, num_ranks
+    history: Snapshot
+    modules: Mapping[str, str]
+    notes: Mapping[int, Mapping[str, object]]
+    num_ranks: int
 
     def step(self, sample: int) -> int:
         return int(self.history.steps[sample])
@@ -67,19 +56,12 @@ class Evidence:
     @property
     def clip_advice(self) -> str:
         """The advice about clipping: it depends on whether the training clipped in any of the last samples."""
-        return clip_advice(float(np.any(self.history.clipped[-_NEIGHBOURS:] == 1)))
+        return clip_advice(clips=1 in self.history.clipped[-_NEIGHBOURS:])
 
     @cached_property
     def parameters(self) -> Parameters:
         """Facts about the parameters."""
         return Parameters(self.history, self.spikes)
-
-    @cached_property
-    def first_norms(self) -> tuple[float, float]:
-        """The norms of the gradient and of the parameters in the first clean sample."""
-        first = int(self.clean[0])
-        weights = float(np.sqrt(np.nansum(self.history.column(Column.PARAM_SUM_SQ)[first])))
-        return float(self.history.total_grad_norm[first]), weights
 
     @cached_property
     def rate_rise(self) -> RateRise | None:
@@ -89,7 +71,7 @@ class Evidence:
     @cached_property
     def onset(self) -> Onset | None:
         """The sample in which the norm has just left its usual level at once; None if there is none."""
-        return onset_of(self.log_norm_N, self.clean, self.parameters)
+        return onset_of(self.log_norm_N, self.clean)
 
     @property
     def gradient_came_first(self) -> bool:
@@ -97,7 +79,8 @@ class Evidence:
 
         False if the parameters begin to move far only some updates later: then no batch has moved them.
         """
-        if self.onset is None or not self.onset.ordinary_update or self.rate_rise is not None:
+        update = None if self.onset is None else self.parameters.update_before(self.onset.sample)
+        if self.onset is None or update is None or not update[0] <= _ORDINARY * update[1] or self.rate_rise is not None:
             return False
         if self.parameters.was_moving(self.onset.sample) or (self.growth and self.growth[1] >= self.onset.sample):
             return False
@@ -116,7 +99,7 @@ class Evidence:
         """Whether at the first step of the training the norm fell by less than half of its later fall, on a log scale:
         then the initial weights are not the cause of `fading`."""
         first = self.layers.first_depth
-        if self.fading is None or first is None or self.step(0) > _FIRST_STEPS:
+        if self.fading is None or first is None or self.step(0) > FIRST_STEPS:
             return False
         return abs(math.log(first.factor)) < 0.5 * math.log(self.fading.factor)
 
@@ -131,15 +114,9 @@ class Evidence:
         return Layers(self.history, self.clean, self.modules)
 
     @cached_property
-    def bad_S(self) -> npt.NDArray[np.bool_]:
-        """Samples with NaN or Inf."""
-        bad: npt.NDArray[np.bool_] = np.any(self.history.num_nonfinite > 0, axis=1)
-        return bad
-
-    @cached_property
     def first_bad(self) -> int | None:
         """The first bad sample that was not skipped."""
-        found = np.flatnonzero(self.bad_S & ~self.history.skipped)
+        found = np.flatnonzero(self.history.has_nonfinite & ~self.history.skipped)
         return int(found[0]) if found.size else None
 
     def is_broken(self, sample: int) -> bool:
@@ -148,12 +125,11 @@ class Evidence:
 
     def has_bad_loss(self, sample: int) -> bool:
         """Whether the loss is known not to be finite, so that NaN and Inf arose before the backward."""
-        counts_S = self.history.metrics.get(keys.NUM_NONFINITE_LOSS)
-        return counts_S is not None and bool(counts_S[sample] > 0)
+        return values_of(self.history, keys.NUM_NONFINITE_LOSS)[sample] > 0
 
     def has_good_loss(self, sample: int) -> bool:
         """Whether the loss is known to be finite on all ranks, so that no NaN or Inf of the forward has reached it."""
-        return self._num_ranks == 1 and self.is_loss_known(sample) and not self.has_bad_loss(sample)
+        return self.num_ranks == 1 and self.is_loss_known(sample) and not self.has_bad_loss(sample)
 
     def is_loss_known(self, sample: int) -> bool:
         """Whether the loss is known as a number."""
@@ -196,10 +172,11 @@ class Evidence:
     @cached_property
     def first_ratio(self) -> float:
         """The norm of the first gradient / the norm of the parameters, before any update; NaN if not measured."""
-        if not self.clean.size or self.step(int(self.clean[0])) > _FIRST_STEPS:
+        first = int(self.clean[0]) if self.clean.size else None
+        if first is None or self.step(first) > FIRST_STEPS:
             return math.nan
-        norm, weights = self.first_norms
-        return norm / weights if weights > 0 else math.nan
+        weights = float(np.sqrt(np.nansum(self.history.column(Column.PARAM_SUM_SQ)[first])))
+        return float(self.history.total_grad_norm[first]) / weights if weights > 0 else math.nan
 
     @property
     def is_of_large_data(self) -> bool:
@@ -217,7 +194,9 @@ class Evidence:
         inputs, output = input_scale(self.history, first), float(self.history.grad_norm[first, -1])
         if inputs is None or inputs[1] > _ORDINARY_INPUT or "bias" not in name or not output <= _ORDINARY_OUTPUT:
             return ""
-        if not self.first_norms[0] > FIRST_GRADIENT * output:  # the gradient has not grown: the parameters are small
+        if (
+            not self.history.total_grad_norm[first] > FIRST_GRADIENT * output
+        ):  # the gradient has not grown: the parameters are small
             return ""
         ordinary = f"the inputs of {inputs[0]} have a root mean square of about {number(inputs[1])}"
         return f"{ordinary}, and the gradient of {name} has a norm of {number(output)}"
@@ -225,8 +204,9 @@ class Evidence:
     @property
     def first_gradient(self) -> str:
         """The comparison of the first gradient with the parameters, as a text."""
+        first = int(self.clean[0])
         return (
-            f"the gradient of step {self.step(int(self.clean[0]))} had a norm of {number(self.first_norms[0])}, "
+            f"the gradient of step {self.step(first)} had a norm of {number(self.history.total_grad_norm[first])}, "
             f"{number(self.first_ratio)}x the parameters', before any update"
         )
 
@@ -238,13 +218,12 @@ class Evidence:
     @cached_property
     def num_last_skipped(self) -> int:
         """The number of skipped updates in a row, up to the last sample."""
-        skipped_S = self.history.skipped & ~self.history.left_out
-        return len(skipped_S) if skipped_S.all() else int(np.argmin(skipped_S[::-1]))
+        return _length_of_run((self.history.skipped & ~self.history.left_out)[::-1])
 
     @cached_property
-    def clean(self) -> npt.NDArray[np.int64]:
+    def clean(self) -> IntArray:
         """Indices of the samples with a finite, non-zero gradient."""
-        return np.flatnonzero(~self.bad_S & ~self.history.skipped & (self.history.total_grad_norm > 0))
+        return np.flatnonzero(~self.history.has_nonfinite & ~self.history.skipped & (self.history.total_grad_norm > 0))
 
     @cached_property
     def log_norm_N(self) -> FloatArray:
@@ -272,8 +251,7 @@ class Evidence:
         while place < len(self.log_norm_N):
             before = self.log_norm_N[max(place - _NEIGHBOURS, 0) : place]
             after = self.log_norm_N[place + 1 : place + 1 + _NEIGHBOURS]
-            norm, usual = float(self.log_norm_N[place]), float(np.median(before))
-            scatter = 1.4826 * float(np.median(np.abs(before - usual)))
+            norm, (usual, scatter) = float(self.log_norm_N[place]), median_and_scatter(before)
             back = not len(after) or float(np.median(after)) - usual < (norm - usual) / 2
             aftermath = _length_of_run((after > usual + np.log(_SPIKE_FACTOR)) & (after < norm))
             others = np.sort(np.concatenate([before, after[aftermath:]]))
@@ -302,6 +280,6 @@ class Evidence:
         return int(self.clean[began]) if began < len(past_N) else self.last_spike
 
 
-def _length_of_run(flags_N: npt.NDArray[np.bool_]) -> int:
+def _length_of_run(flags_N: BoolArray) -> int:
     """Return how many flags are set at the beginning."""
     return len(flags_N) if flags_N.all() else int(np.argmin(flags_N))

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from .._analysis.baseline import median_and_scatter
 from .._analysis.formatting import number
-from .._measure.columns import FloatArray
+from .._measure.columns import BoolArray, FloatArray, IntArray
 from ..snapshot import Snapshot, keys
-from .parameters import Parameters
 
 # S samples, N clean samples
 
@@ -19,7 +18,6 @@ _LEAST: Final = 5
 _SUDDEN, _CALM = math.log(5.0), math.log(3.0)  # log of norm / usual norm: least at an onset, most in the sample before
 _RECENT: Final = 12  # number of newest samples in which the fault of an alert begins
 _ROSE: Final = 3.0  # least learning rate / previous one at a rise; a warm-up schedule reaches 2 at most
-_ORDINARY: Final = 3.0  # most size of an ordinary update / the largest update before
 _LEAST_BOTH: Final = 12  # least number of samples with loss and norm; the older half defines what is usual
 _DEVIATIONS: Final = 6.0
 _PRECISION: Final = 1e-2  # smallest deviation, as a share of the median
@@ -38,18 +36,10 @@ class RateRise:
 
 @dataclass(frozen=True)
 class Onset:
-    """A clean sample whose norm is far above the norms before it.
-
-    Args:
-        sample: the index of the sample.
-        factor: its norm / the median of the norms before it.
-        ordinary_update: whether the update before it moved the parameters no more than usual. If so, not an update
-            but the batch, the targets or the loss has made this gradient.
-    """
+    """A clean sample whose norm is far above the norms before it."""
 
     sample: int
-    factor: float
-    ordinary_update: bool
+    factor: float  # its norm / the median of the norms before it
 
 
 def rate_rise(history: Snapshot) -> RateRise | None:
@@ -81,15 +71,12 @@ def _rise_of_a_schedule(history: Snapshot, before: int, now: int) -> float:
     return _ROSE * float(steps[1] / max(steps[0], 1)) if np.ptp(steps) > now - before else _ROSE
 
 
-def onset_of(log_norm_N: FloatArray, clean_N: npt.NDArray[np.int64], parameters: Parameters) -> Onset | None:
+def onset_of(log_norm_N: FloatArray, clean_N: IntArray) -> Onset | None:
     """Return the newest onset among the last clean samples; None if there is none."""
     for place in range(len(log_norm_N) - 1, max(_LEAST, len(log_norm_N) - _RECENT) - 1, -1):
         usual = float(np.median(log_norm_N[max(place - _NEIGHBOURS, 0) : place]))
         if log_norm_N[place] - usual >= _SUDDEN and log_norm_N[place - 1] - usual <= _CALM:
-            factor = math.exp(min(float(log_norm_N[place]) - usual, 700.0))
-            sample = int(clean_N[place])
-            update = parameters.update_before(sample)
-            return Onset(sample, factor, update is not None and update[0] <= _ORDINARY * update[1])
+            return Onset(int(clean_N[place]), math.exp(min(float(log_norm_N[place]) - usual, 700.0)))
     return None
 
 
@@ -98,7 +85,7 @@ def which_moved_first(history: Snapshot) -> str:
     loss_S = history.metrics.get(keys.LOSS)
     if loss_S is None or not len(history):
         return ""
-    norm_S = np.where(np.nansum(history.num_nonfinite, axis=1) > 0, np.inf, history.total_grad_norm)
+    norm_S = np.where(history.has_nonfinite, np.inf, history.total_grad_norm)
     loss_S = np.where(history.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(1)) > 0, np.inf, loss_S)
     seen_S = np.isfinite(loss_S) & np.isfinite(norm_S)
     if np.count_nonzero(seen_S) < _LEAST_BOTH:
@@ -116,12 +103,12 @@ def which_moved_first(history: Snapshot) -> str:
     return f"The {first} left its usual level first, at step {begin}, the {then} at step {end}."
 
 
-def _onset_in(values_S: FloatArray, seen_S: npt.NDArray[np.bool_]) -> int | None:
+def _onset_in(values_S: FloatArray, seen_S: BoolArray) -> int | None:
     """Return the first of the last samples in a row that are far above usual; None if the newest two are not."""
     usual = values_S[seen_S][: np.count_nonzero(seen_S) // 2]
-    median = float(np.median(usual))
-    deviation = max(1.4826 * float(np.median(np.abs(usual - median))), _PRECISION * abs(median))
-    moved_S = values_S > max(median + _DEVIATIONS * deviation, float(usual.max()))  # a missing value has not moved
+    median, scatter = median_and_scatter(usual)
+    far = _DEVIATIONS * max(scatter, _PRECISION * abs(median))
+    moved_S = values_S > max(median + far, float(usual.max()))  # a missing value has not moved
     if not moved_S[-2:].any():
         return None
     end = int(np.flatnonzero(moved_S)[-1])

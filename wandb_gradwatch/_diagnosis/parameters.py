@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._analysis.layers import initial_gains
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import Column, FloatArray, IntArray
 from ..snapshot import Snapshot, keys
 
 # S samples, P watched parameters, N samples with a known update
@@ -29,30 +29,25 @@ _MIN_ELEMENTS: Final = 16  # least size of a parameter that is compared with oth
 _UNUSUAL: Final = 3.0  # multiple of the largest before from which a gradient or learning rate may explain an update
 
 
+@dataclass(frozen=True, eq=False)
 class Parameters:
-    """The parameters in a history.
+    """The parameters in a history."""
 
-    Args:
-        history: samples of one training, oldest first.
-        spikes: the lone spikes of the gradient norm: (sample, factor).
-    """
-
-    def __init__(self, history: Snapshot, spikes: Sequence[tuple[int, float]]) -> None:
-        self._history = history
-        self._spikes = spikes
+    history: Snapshot
+    spikes: Sequence[tuple[int, float]]  # the lone spikes of the gradient norm: (sample, factor)
 
     @cached_property
-    def changes(self) -> tuple[FloatArray, npt.NDArray[np.int64]]:
+    def changes(self) -> tuple[FloatArray, IntArray]:
         """|relative change| of the parameters' total norm by each update, and the samples of these updates: [N] each.
 
         If samples are several steps apart, the change is the average over the updates between them.
         """
-        sum_sq_SP = self._history.column(Column.PARAM_SUM_SQ)
-        broken_S = np.nansum(self._history.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
+        sum_sq_SP = self.history.column(Column.PARAM_SUM_SQ)
+        broken_S = np.nansum(self.history.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
         together_P = ~np.any(np.isnan(sum_sq_SP), axis=0)  # the same set in all samples; the norm depends on the set
         total_S = np.sum(sum_sq_SP[:, together_P], axis=1)
         known = np.flatnonzero((total_S > 0) & np.isfinite(total_S) & ~broken_S)
-        of_update_N = np.diff(0.5 * np.log(total_S[known])) / np.diff(self._history.steps[known])
+        of_update_N = np.diff(0.5 * np.log(total_S[known])) / np.diff(self.history.steps[known])
         return np.abs(np.expm1(np.clip(of_update_N, -700, 700))), known[:-1]
 
     def change_from(self, sample: int) -> float:
@@ -65,16 +60,17 @@ class Parameters:
 
     def factor_since(self, sample: int) -> float:
         """Return the parameters' norm in the newest sample / their norm in this one; NaN if it is unknown."""
-        before, now = np.nansum(self._history.column(Column.PARAM_SUM_SQ)[[sample, -1]], axis=1).tolist()
+        before, now = np.nansum(self.history.column(Column.PARAM_SUM_SQ)[[sample, -1]], axis=1).tolist()
         return math.sqrt(now / before) if before > 0 else math.nan
 
     def num_updates_from(self, sample: int) -> int:
         """Return the number of updates from this sample to the next one."""
-        return int(self._history.steps[sample + 1] - self._history.steps[sample])
+        return int(self.history.steps[sample + 1] - self.history.steps[sample])
 
     @cached_property
     def movement(self) -> tuple[float, int] | None:
-        """The speed at which the parameters move for several steps, and the sample where that began; None if unknown.
+        """The speed at which the parameters move for several steps, and the sample where that began; None if it is
+        unknown, or one that a training survives: healthy parameters stay below 5 % per step.
 
         The second largest change of five in a row, in the stretch where that is largest: one giant update can be a bad
         batch, two in a row are due to the learning rate.
@@ -84,18 +80,19 @@ class Parameters:
             return None
         length = min(_MOVEMENT_SAMPLES, len(changes))
         lesser = np.sort(np.lib.stride_tricks.sliding_window_view(changes, length), axis=1)[:, -2]
-        place = int(np.argmax(lesser / self._movement_limit(samples[: len(lesser)])))
-        return float(lesser[place]), int(samples[place])
+        limit = self._movement_limit(samples[: len(lesser)])
+        place = int(np.argmax(lesser / limit))
+        return (float(lesser[place]), int(samples[place])) if lesser[place] > limit[place] else None
 
-    def _movement_limit(self, samples_N: npt.NDArray[np.int64]) -> FloatArray:
+    def _movement_limit(self, samples_N: IntArray) -> FloatArray:
         """Return the speed allowed from these samples on: [N]. The first steps of adaptive optimizers are large."""
-        return np.where(self._history.steps[samples_N] <= FIRST_STEPS, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
+        return np.where(self.history.steps[samples_N] <= FIRST_STEPS, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
 
     @cached_property
     def leap(self) -> int | None:
         """The first sample, other than a spike, whose update changed the parameters' norm by more than half."""
         changes, samples = self.changes
-        spiky = {sample for sample, _ in self._spikes}
+        spiky = {sample for sample, _ in self.spikes}
         return next((sample for sample in samples[changes > MAX_LEAP].tolist() if sample not in spiky), None)
 
     def update_before(self, sample: int) -> tuple[float, float] | None:
@@ -115,29 +112,21 @@ class Parameters:
         """Return a parameter whose norm the update before a sample changed by more than half, and by far more than the
         updates before: its name, its norm before and its norm now. It may be small beside all other parameters."""
         first = max(sample - 1 - _JUMP_NEIGHBOURS, 0)
-        if (
-            sample - 1 - first < _MIN_JUMP_NEIGHBOURS
-            or np.ptp(self._history.steps[first : sample + 1]) != sample - first
-        ):
+        num = sample - first
+        if num <= _MIN_JUMP_NEIGHBOURS or np.ptp(self.history.steps[first : sample + 1]) != num:
             return None
-        norm_SP = self._history.param_norm[first : sample + 1]
+        norm_SP = self.history.param_norm[first : sample + 1]
         change_SP = np.abs(np.diff(norm_SP, axis=0))
-        is_far_P = (norm_SP[-2] > 0) & (
-            change_SP[-1] > np.maximum(_UNUSUAL * change_SP[:-1].max(axis=0), MAX_LEAP * norm_SP[-2])
-        )
+        limit_P = np.maximum(_UNUSUAL * change_SP[:-1].max(axis=0), MAX_LEAP * norm_SP[-2])
+        is_far_P = (norm_SP[-2] > 0) & (change_SP[-1] > limit_P)
         place = int(np.argmax(is_far_P))
-        return (self._history.names[place], *norm_SP[-2:, place].tolist()) if is_far_P[place] else None
+        return (self.history.names[place], *norm_SP[-2:, place].tolist()) if is_far_P[place] else None
 
     @cached_property
     def jump(self) -> tuple[float, int] | None:
-        """An update just before a spike that moved the parameters far more than any update before it.
-
-        A bad batch moves the parameters after its spike, not before.
-
-        Returns:
-            The change / the largest of the 16 changes before, and the sample of the update; None if there is none.
-        """
-        for spike, _ in self._spikes:
+        """An update just before a spike that moved the parameters far more than any before it, as no bad batch does:
+        its change / the largest of the 16 changes before, and its sample; None if there is none."""
+        for spike, _ in self.spikes:
             if (found := self.update_before(spike)) is not None and found[0] >= _MIN_JUMP:
                 factor = found[0] / max(found[1], 1e-12)
                 if factor > _JUMP_FACTOR:
@@ -149,10 +138,10 @@ class Parameters:
         """An update that changed the parameters' norm far more than any before, although neither the gradient nor the
         known learning rate was unusual: the relative change, and its sample; None if there is none."""
         changes, samples = self.changes
-        rate_S = self._history.metrics.get(keys.LEARNING_RATE)
+        rate_S = self.history.metrics.get(keys.LEARNING_RATE)
         if rate_S is None:
             return None
-        norm_S = self._history.total_grad_norm
+        norm_S = self.history.total_grad_norm
         for place in range(_MIN_JUMP_NEIGHBOURS, len(samples)):
             before, sample = slice(max(place - _JUMP_NEIGHBOURS, 0), place), int(samples[place])
             if changes[place] < max(_MIN_JUMP, _JUMP_FACTOR * float(changes[before].max())):
@@ -172,25 +161,15 @@ class Parameters:
 
     def grow_alike(self, sample: int) -> bool:
         """Whether all parameters, of different sizes, grew by one factor up to the next sample, as no gradient does."""
-        if sample + 1 >= len(self._history):
-            return False
-        sum_sq_SP = self._history.column(Column.PARAM_SUM_SQ)[[sample, sample + 1]]
-        known_P = (self._history.num_elements[sample] >= _MIN_ELEMENTS) & (sum_sq_SP > 0).all(axis=0)
+        sum_sq_SP = self.history.column(Column.PARAM_SUM_SQ)[[sample, sample + 1]]
+        known_P = (self.history.num_elements[sample] >= _MIN_ELEMENTS) & (sum_sq_SP > 0).all(axis=0)
         if np.count_nonzero(known_P) < 3:
             return False
-        sizes = np.sqrt(sum_sq_SP[0, known_P] / self._history.num_elements[sample, known_P])
+        sizes = np.sqrt(sum_sq_SP[0, known_P] / self.history.num_elements[sample, known_P])
         log_factor = 0.5 * np.log(sum_sq_SP[1, known_P] / sum_sq_SP[0, known_P])
         return bool(sizes.max() > 1.5 * sizes.min() and np.ptp(log_factor) < 0.1 * log_factor.min())
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether the parameters move faster than any training survives. Healthy ones stay below 5 % per step."""
-        if self.movement is None:
-            return False
-        change, sample = self.movement
-        return change > float(self._movement_limit(np.array([sample]))[0])
-
     @cached_property
-    def gains(self) -> list[tuple[str, float]]:
+    def gains(self) -> dict[str, float]:
         """Each layer's RMS weight times sqrt(fan-in) in the first sample; about 1 preserves the size of a signal."""
-        return initial_gains(self._history, 0)
+        return initial_gains(self.history, 0)

@@ -83,5 +83,5 @@ def _with_interval(alert: Alert, snapshot: Snapshot) -> Alert:
         return alert
     interval = f"What happened between steps {alert.step - every} and {alert.step} was not measured."
     if isinstance(alert, Finding):
-        return alert.adding(interval)
+        return alert.but(more=(*alert.more, interval))
     return replace(alert, text=f"{alert.text}\n{interval}")

@@ -53,43 +53,27 @@ class Alert:
 
 @dataclass(frozen=True)
 class Finding(Alert):
-    """An alert of a shipped rule with the parts of its text, so that a diagnosis can replace the cause or add lines.
-
-    Args:
-        fact, layers, cause, remedy, more: the parts of the text; `more` are lines between the layers and the cause.
-        kind: the kind of fault, if the title covers several kinds.
-        seen: the step of the newest sample that belongs to the alert, if it is later than `step`.
-        found_in: the step of the sample in which the rule found it, if it is later than `step`.
-    """
+    """An alert of a shipped rule with the parts of its text, so that a diagnosis can replace the cause or add lines."""
 
     fact: str = ""
     layers: str = ""
     cause: str = ""
     remedy: str = ""
-    kind: str = ""
-    more: tuple[str, ...] = ()
-    seen: int = 0
-    found_in: int = 0
+    kind: str = ""  # of the fault, if the title covers several kinds
+    more: tuple[str, ...] = ()  # lines of the text between the layers and the cause
+    seen: int = 0  # the step of the newest sample that belongs to the alert, if it is later than `step`
+    found_in: int = 0  # the step of the sample in which the rule found it, if it is later than `step`
 
-    def because(self, cause: str, remedy: str = "") -> Finding:
-        """Return this finding with another cause and remedy."""
-        return self._with(cause=cause, remedy=remedy)
-
-    def adding(self, line: str) -> Finding:
-        """Return this finding with one more line before the cause."""
-        return self._with(more=(*self.more, line))
-
-    def _with(self, **parts: Any) -> Finding:
+    def but(self, **parts: Any) -> Finding:
+        """Return this finding with other parts of its text."""
         changed = replace(self, **parts)
         text = sentence(changed.fact, changed.layers, changed.cause, changed.remedy, changed.more)
         return replace(changed, text=text)
 
 
-def finding(
-    title: str, fact: str, layers: str, cause: str, remedy: str, step: int, level: Level = "WARN", kind: str = ""
-) -> Finding:
+def finding(title: str, fact: str, layers: str, cause: str, remedy: str, step: int, level: Level = "WARN") -> Finding:
     """Return a finding whose text consists of these parts."""
-    return Finding(title, sentence(fact, layers, cause, remedy), step, level, fact, layers, cause, remedy, kind)
+    return Finding(title, sentence(fact, layers, cause, remedy), step, level, fact, layers, cause, remedy)
 
 
 def is_ordinary(snapshot: Snapshot) -> bool:

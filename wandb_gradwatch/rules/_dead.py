@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._analysis.formatting import listing
 from .._analysis.layers import dead_units, feed_nothing, is_held_up, modules_of, num_units, without_inputs
 from .._analysis.memory import ALIKE, Streaks
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
 from ._base import FROM_1, SHARE, Alert, Bounds, PerKindRule, finding
@@ -93,7 +92,7 @@ class DeadGradient(PerKindRule):
         recent_NL = dead_units(names, np.stack(self._recent))
         present_L, empty_now_L = ~np.isnan(recent_NL[-1]), without_inputs(names, dead_P)
         self._pauses |= {modules[place] for place in np.flatnonzero(~present_L)}
-        dead_L = self._have_died(snapshot, sample.place, recent_NL[-1], present_L, empty_now_L)
+        dead_L = self._have_died(snapshot, sample.place, recent_NL[-1], empty_now_L)
         dead_L = dead_L | self._are_the_same(snapshot, sample.place, recent_NL)
         if self._told:  # a batch that reaches some units for once does not end a fault that was found
             dead_L |= np.isin(modules, list(self._told)) & (np.median(recent_NL[-ALIKE:], axis=0) >= self._least)
@@ -122,16 +121,10 @@ class DeadGradient(PerKindRule):
         earlier_L, share_L = dead_units(names, np.array([earlier_P, dead_P]))
         return bool(np.maximum.reduce(share_L) < self._least and np.maximum.reduce(share_L - earlier_L) <= _AT_ONCE)
 
-    def _have_died(
-        self,
-        snapshot: Snapshot,
-        sample: int,
-        share_L: FloatArray,
-        present_L: npt.NDArray[np.bool_],
-        empty_L: npt.NDArray[np.bool_],
-    ) -> npt.NDArray[np.bool_]:
+    def _have_died(self, snapshot: Snapshot, sample: int, share_L: FloatArray, empty_L: BoolArray) -> BoolArray:
         """Return which layers have lacked any gradient for longer than chance explains: [L]."""
-        all_dead_L: npt.NDArray[np.bool_] = share_L == 1.0
+        present_L = ~np.isnan(share_L)
+        all_dead_L: BoolArray = share_L == 1.0
         seen = self._dead.see(modules_of(snapshot.names).names, all_dead_L, present_L)
         if seen is None:
             return all_dead_L
@@ -146,9 +139,9 @@ class DeadGradient(PerKindRule):
             suddenly_L &= ~(never_L & (_are_no_layers(snapshot, sample) | is_held_up(snapshot, sample)))
         return suddenly_L
 
-    def _are_the_same(self, snapshot: Snapshot, sample: int, recent: FloatArray) -> npt.NDArray[np.bool_]:
+    def _are_the_same(self, snapshot: Snapshot, sample: int, recent: FloatArray) -> BoolArray:
         """Return which layers had too many dead units in all last samples, the same ones as their count is constant."""
-        has_many_L: npt.NDArray[np.bool_] = recent[-1] >= self.max_ratio
+        has_many_L = recent[-1] >= self.max_ratio
         if len(recent) < self.patience or not np.count_nonzero(has_many_L):
             return np.zeros_like(has_many_L)
         size_L = num_units(snapshot, sample)
@@ -170,18 +163,17 @@ class DeadGradient(PerKindRule):
         if self._pauses:  # an expert that gets no token now and then gets a single one in other samples
             have_died_L &= ~np.isin(modules_of(snapshot.names).names, list(self._pauses))
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
-        is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L & ~_are_no_layers(snapshot, sample)
+        is_told_L: BoolArray = same & ~waiting_L & ~_are_no_layers(snapshot, sample)
         return is_told_L
 
     def _by_chance(self, size_L: FloatArray) -> FloatArray:
         """Return the share of dead units below which layers of these sizes may have them by chance: [L]."""
         # Four standard deviations above the mean of this many coin tosses; in a layer of a few units all must be dead.
         coins_L = np.minimum(self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9)
-        by_chance_L: FloatArray = np.maximum(coins_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
-        return by_chance_L
+        return np.maximum(coins_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
 
     @staticmethod
-    def _from_the_start(snapshot: Snapshot, sample: int, dead_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def _from_the_start(snapshot: Snapshot, sample: int, dead_L: BoolArray) -> BoolArray:
         """Return `dead_L` if these are all layers from the input up to one and no zero weight explains it; else none.
 
         Gradients do not pass a weight that is 0 at first, and a few units may be off by chance.
@@ -219,9 +211,7 @@ class DeadGradient(PerKindRule):
             )
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
-    def _empty_alert(
-        self, step: int, modules: tuple[str, ...], place: int, num: int, present_L: npt.NDArray[np.bool_]
-    ) -> Alert:
+    def _empty_alert(self, step: int, modules: tuple[str, ...], place: int, num: int, present_L: BoolArray) -> Alert:
         fact = (
             f"Step {step}: for {num} samples the weights of {modules[place]} have had no gradient while its bias has "
             "one: every input of this layer is 0."
@@ -238,17 +228,17 @@ class DeadGradient(PerKindRule):
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
 
-def _are_no_layers(snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
+def _are_no_layers(snapshot: Snapshot, sample: int) -> BoolArray:
     """Whether modules are a few numbers without a weight, as limits of activations that none reaches yet: [L]."""
     are_weights = ["weight" in name for name in snapshot.names]
     no_weights_L = np.bincount(modules_of(snapshot.names).of_parameter, are_weights) == 0
-    no_layers_L: npt.NDArray[np.bool_] = no_weights_L & (num_units(snapshot, sample) < _MIN_UNITS)
+    no_layers_L: BoolArray = no_weights_L & (num_units(snapshot, sample) < _MIN_UNITS)
     return no_layers_L
 
 
-def _alike(share_NL: FloatArray, size_L: FloatArray) -> npt.NDArray[np.bool_]:
+def _alike(share_NL: FloatArray, size_L: FloatArray) -> BoolArray:
     """Whether the shares vary less from sample to sample than those of independent units would: [L]."""
     mean_L = share_NL.mean(axis=0)
     with np.errstate(invalid="ignore"):
-        alike: npt.NDArray[np.bool_] = np.ptp(share_NL, axis=0) <= np.sqrt(mean_L * (1 - mean_L) / size_L)
+        alike: BoolArray = np.ptp(share_NL, axis=0) <= np.sqrt(mean_L * (1 - mean_L) / size_L)
     return alike

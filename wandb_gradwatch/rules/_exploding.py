@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from .._analysis.baseline import evenly_apart, steady_growth
+from .._analysis.baseline import bounded_exp, evenly_apart, steady_growth
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.memory import PerKind, PerName, Remembers
 from .._analysis.movement import Movement
@@ -214,10 +214,7 @@ class ExplodingGradient(ShippedRule):
     def _log_limit(self, past: _Past, norms: list[float], gap: int, moved: bool) -> float:
         """Return the log norm above which the newest norm is too large; a lower number if it is below that anyway.
 
-        Args:
-            past: the history to compare with; norms: its newest norm and the earlier ones that are as far apart as the
-                newest two.
-            gap: this distance in steps; moved: whether the last updates have moved the parameters far.
+        `norms` are the newest norm and the earlier ones that are as far apart as the newest two, `gap` steps.
         """
         if self.record_factor is None or not past.num_survived:
             return math.inf
@@ -236,8 +233,9 @@ class ExplodingGradient(ShippedRule):
     def _judge(self, sample: Overview, past: _Past, moved: bool) -> _Found | None:
         """Return what is wrong with the total norm, or None, and add the norm to the history."""
         norm, step = sample.norm, sample.step
-        small = _log_small(sample)
-        log_norm = max(_log(norm), small)
+        squares = sample.sums[Column.PARAM_SUM_SQ]
+        small = math.log(_SMALL) + 0.5 * math.log(squares) if squares > 0 else -math.inf
+        log_norm = max(math.log(norm) if norm < math.inf else 1e3, small)
         gap = past.see(log_norm, step)
         past.num_moving = past.num_moving + 1 if moved else 0
         norms = past.evenly_apart(gap)
@@ -252,19 +250,17 @@ class ExplodingGradient(ShippedRule):
             return self._below(past, log_norm, moved)
         # A rise that does not move the parameters is over soon if it only leads back to where the run began, as at the
         # edge of stability. If the loss does not rise with it, a plateau is left or a gate opens.
-        rise = None
         if self.growth and log_norm - min(norms) >= math.log(self.growth):
             harms = log_norm > past.beginning + math.log(self.min_factor) and past.progress.may_have_risen()
-            rise = steady_growth(norms, factor=self.growth, every=gap) if moved or harms else None
-        if self.growth and rise is not None:
-            more = " or more" if norms[-rise.num_samples] <= small else ""
-            words = (
-                f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times{more} over the last "
-                f"{rise.num_samples} samples, step by step, above all norms before (threshold "
-                f"{number(self.growth)} times)"
-            )
-            # At the edge of stability the norm rises a hundredfold, and falls again before the parameters have moved.
-            return _Found("rise", "ERROR" if moved else "WARN", step, words)
+            if (moved or harms) and (rise := steady_growth(norms, factor=self.growth, every=gap)) is not None:
+                more = " or more" if norms[-rise.num_samples] <= small else ""
+                words = (
+                    f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times{more} over the "
+                    f"last {rise.num_samples} samples, step by step, above all norms before (threshold "
+                    f"{number(self.growth)} times)"
+                )
+                # At the edge of stability the norm rises a hundredfold, and falls before the parameters have moved.
+                return _Found("rise", "ERROR" if moved else "WARN", step, words)
         if log_norm <= limit:
             return self._below(past, log_norm, moved)
         if not past.num_above:
@@ -274,8 +270,8 @@ class ExplodingGradient(ShippedRule):
         past.num_above += 1
         grows = log_norm > past.largest_above + math.log(_GROWS)  # norms that stay may scatter as much
         past.largest_above = max(past.largest_above, log_norm)
-        words, factor = self._words(norm, past, limit, small), _exp(past.largest_above - past.record)
-        now = _exp(log_norm - past.record)
+        words, factor = self._words(norm, past, limit, small), bounded_exp(past.largest_above - past.record)
+        now = bounded_exp(log_norm - past.record)
         moved = moved and not past.was_moving
         if past.num_above >= self.adapt_after:
             past.num_above, past.largest_above = 0, -math.inf
@@ -296,10 +292,10 @@ class ExplodingGradient(ShippedRule):
         """Record that the newest norm is no explosion. Returns a finding about norms above the limit just before it."""
         found: _Found | None = None
         if past.num_above:
-            factor = _exp(past.largest_above - past.record)
+            factor = bounded_exp(past.largest_above - past.record)
             words = (
-                f"the gradient norm was {number(_exp(past.largest_above))}, {number(factor)} times the largest that "
-                f"the run had survived, and has fallen back to {number(_exp(log_norm))}"
+                f"the gradient norm was {number(bounded_exp(past.largest_above))}, {number(factor)} times the largest "
+                f"that the run had survived, and has fallen back to {number(bounded_exp(log_norm))}"
             )
             if moved and not past.was_moving:
                 words = f"{words}, but the update has moved the parameters far"
@@ -314,17 +310,17 @@ class ExplodingGradient(ShippedRule):
         """Return a finding if a norm was too large just before a sample with NaN or Inf: it was no passing spike."""
         if not past.num_above:
             return None
-        words = f"the gradient norm was {number(_exp(past.largest_above))}, and the next gradient is not finite"
+        words = f"the gradient norm was {number(bounded_exp(past.largest_above))}, and the next gradient is not finite"
         past.num_above, past.largest_above = 0, -math.inf
         return _Found("broken", "ERROR", past.began, words)
 
     def _words(self, norm: float, past: _Past, limit: float, small: float) -> str:
         log_usual = statistics.median(past.norms[:-1])
-        usual, less = _exp(log_usual), " or less" if log_usual <= small else ""
+        usual, less = bounded_exp(log_usual), " or less" if log_usual <= small else ""
         return (
             f"the gradient norm is {number(norm)}, {number(norm / usual)} times the usual {number(usual)}{less} and "
-            f"{number(norm / _exp(past.record))} times the largest that the run has survived (threshold "
-            f"{number(_exp(limit))})"
+            f"{number(norm / bounded_exp(past.record))} times the largest that the run has survived (threshold "
+            f"{number(bounded_exp(limit))})"
         )
 
     def _learn_layers(self, snapshot: Snapshot, sample: Overview) -> None:
@@ -362,26 +358,13 @@ class ExplodingGradient(ShippedRule):
         )
         fact = f"Step {at}: {found.words}."
         cause, remedy = _CAUSES[found.kind]
-        remedy = remedy.format(clip=clip_advice(float(snapshot.clipped[sample])))
-        told = finding(self.title, fact, layers, cause, remedy, found.step, found.level, found.kind)
-        return replace(told, found_in=int(snapshot.steps[sample]), seen=at if found.kind in ("stays", "moved") else 0)
+        remedy = remedy.format(clip=clip_advice(clips=snapshot.clipped[sample] == 1))
+        told = finding(self.title, fact, layers, cause, remedy, found.step, found.level)
+        seen = at if found.kind in ("stays", "moved") else 0
+        return replace(told, kind=found.kind, found_in=int(snapshot.steps[sample]), seen=seen)
 
 
 def _scatter(log_norms: list[float]) -> float:
     """Return the standard deviation of log norms around their trend, estimated from successive changes."""
     changes = [abs(after - before) for before, after in itertools.pairwise(log_norms)]
     return 1.4826 / math.sqrt(2) * statistics.median(changes) if changes else 0.0
-
-
-def _log_small(sample: Overview) -> float:
-    """Return the log norm below which a gradient is negligible beside the parameters."""
-    squares = sample.sums[Column.PARAM_SUM_SQ]
-    return math.log(_SMALL) + 0.5 * math.log(squares) if squares > 0 else -math.inf
-
-
-def _log(norm: float) -> float:
-    return math.log(norm) if norm < math.inf else 1e3
-
-
-def _exp(log_norm: float) -> float:
-    return math.exp(log_norm) if log_norm < 700.0 else math.inf

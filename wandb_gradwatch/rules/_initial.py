@@ -67,27 +67,27 @@ class PoorInitialisation(PerKindRule):
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
         """Return what is wrong with the initial weights, and the cause; None if nothing is."""
-        all_gains = dict(initial_gains(snapshot, sample))
+        all_gains = initial_gains(snapshot, sample)
         gains = {name: gain for name, gain in all_gains.items() if gain > 0}
-        rms_P = snapshot.param_norm[sample] / np.sqrt(snapshot.num_elements[sample])
+        size_P = snapshot.num_elements[sample]
+        rms_P = snapshot.param_norm[sample] / np.sqrt(size_P)
         limits = {name: self.max_recurrent_gain if "weight_hh" in name else self.max_gain for name in gains}
         large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > limits[name]]
-        many_P = snapshot.num_elements[sample] >= MIN_WEIGHTS
-        large += [f"{name} {number(rms)}" for name, rms, many in zip(snapshot.names, rms_P, many_P, strict=True)
-                  if rms > self.max_rms and name not in gains and many and "weight" in name]  # fmt: skip
+        large += [f"{name} {number(rms)}" for name, rms, size in zip(snapshot.names, rms_P, size_P, strict=True)
+                  if rms > self.max_rms and name not in gains and size >= MIN_WEIGHTS and "weight" in name]  # fmt: skip
         if large:
             words = f"weights are far larger than the size that preserves a signal (1/sqrt(fan-in)): {listing(large)}"
             return words, "poor initialisation: too large"
         # With a bias far from 0, a unit or a gate is on or off for any input. The last bias may be the targets' mean.
-        size_P, far = snapshot.num_elements[sample], np.flatnonzero(rms_P[:-1] > self.max_bias).tolist()
+        far = np.flatnonzero(rms_P[:-1] > self.max_bias).tolist()
         shifted = [f"{snapshot.names[p]} {number(rms_P[p])}" for p in far
                    if "bias" in snapshot.names[p] and size_P[p] >= _MIN_UNITS]  # fmt: skip
         if shifted:
             return f"biases are far from 0: {listing(shifted)}", "poor initialisation: biases far from 0"
         constant = _constant(snapshot, sample, all_gains)
         # Weights of 0 in blocks that begin as the identity have a gradient; in a network of zeros most have none.
-        has_no_grad = dict(zip(snapshot.names, (snapshot.grad_norm[sample] == 0).tolist(), strict=True))
-        if constant or (len(all_gains) > 1 and not gains and any(has_no_grad[name] for name in all_gains)):
+        without_gradient = {snapshot.names[p] for p in np.flatnonzero(snapshot.grad_norm[sample] == 0)}
+        if constant or (len(all_gains) > 1 and not gains and not without_gradient.isdisjoint(all_gains)):
             names = listing(constant or list(all_gains))
             words = f"all elements of a weight are equal, and so are all units of its layer: {names}"
             return words, "a constant initialisation: equal weights"
@@ -96,7 +96,7 @@ class PoorInitialisation(PerKindRule):
             words = f"the weights are far smaller than the size that preserves a signal: {all_of_them}"
             return words, "poor initialisation: too small"
         equal_P = (snapshot.grad_min[sample] == snapshot.grad_max[sample]) & (snapshot.grad_max[sample] != 0)
-        equal_P &= (snapshot.num_elements[sample] >= _MIN_UNITS) & (rms_P >= 0)
+        equal_P &= (size_P >= _MIN_UNITS) & (rms_P >= 0)
         equal = [name for name, same in zip(snapshot.names, equal_P, strict=True) if same and "bias" in name]
         if equal:
             words = f"all units of a layer have equal gradients and can never become different: {listing(equal)}"
@@ -124,14 +124,14 @@ class LargeInputs(ShippedRule):
     bounds: ClassVar[Bounds] = {"max_scale": FROM_0}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        is_first_S = snapshot.steps <= FIRST_STEPS
-        if not np.count_nonzero(is_first_S):
-            return
-        for sample in np.flatnonzero((snapshot.total_grad_norm > 0) & is_first_S).tolist():
-            found = input_scale(snapshot, sample)
-            self._num_large += found is not None and found[1] > self.max_scale
-            if found is not None and found[1] > self.max_scale and self._num_large == 2:
-                yield self._alert(int(snapshot.steps[sample]), *found)
+        for sample in snapshot.overview:
+            if sample.step > FIRST_STEPS or not sample.norm > 0:
+                continue
+            found = input_scale(snapshot, sample.place)
+            if found is not None and found[1] > self.max_scale:
+                self._num_large += 1
+                if self._num_large == 2:
+                    yield self._alert(sample.step, *found)
 
     def _alert(self, step: int, name: str, scale: float) -> Alert:
         fact = (

@@ -8,9 +8,9 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from .._analysis.baseline import median_and_scatter
 from .._analysis.formatting import number
 from .._analysis.memory import PerKind, Remembers
-from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import FROM_0, FROM_1, Alert, Bounds, Finding, ShippedRule, finding, values_of
 
@@ -49,7 +49,7 @@ class _Past(Remembers):
         """Return the median of the last losses, how far below 0 no loss is expected, and by how much no loss falls per
         step: 0 if there are enough losses to know their scatter."""
         if len(self.losses) >= _NEWEST:
-            median, deviation = _scatter(np.array(self.losses[-_TURNED:]))
+            median, deviation = _median_and_deviation(self.losses[-_TURNED:])
             return median, min(-0.5 * median, median - _FAR * deviation), 0.0
         median, largest = float(np.median(self.losses[-_LAST:])), max(self.losses)
         return median, -largest, _FASTER * (largest - median) / max(self.last_step - self.first_step, 1)
@@ -155,7 +155,7 @@ class LossSpike(ShippedRule):
         apart = largest - min(newest)
         if loss <= largest + apart:
             return math.inf
-        return largest + max(self.deviations * _scatter(np.array(newest))[1], apart)
+        return largest + max(self.deviations * _median_and_deviation(newest)[1], apart)
 
     def _look_below_0(self, past: _Past, step: int, loss: float) -> Iterable[Alert]:
         """Alert if a loss that was always above 0 falls through 0 faster than it has approached 0."""
@@ -190,7 +190,6 @@ class LossSpike(ShippedRule):
         return finding(self.title, fact, "", cause, remedy, step, "INFO" if is_falling else "WARN")
 
 
-def _scatter(losses: FloatArray) -> tuple[float, float]:
-    """Return the median and the robust standard deviation."""
-    median = float(np.median(losses))
-    return median, max(1.4826 * float(np.median(np.abs(losses - median))), _PRECISION * abs(median))
+def _median_and_deviation(losses: list[float]) -> tuple[float, float]:
+    median, scatter = median_and_scatter(np.array(losses))
+    return median, max(scatter, _PRECISION * abs(median))

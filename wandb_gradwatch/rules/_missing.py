@@ -1,5 +1,6 @@
 """Rule for parameters that get no gradient, and for gradients that are all 0."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -10,9 +11,9 @@ import numpy.typing as npt
 from .._analysis.formatting import listing, worst_first
 from .._analysis.layers import cancelled_biases
 from .._analysis.memory import ALIKE, PerName, Streaks
-from .._measure.columns import FloatArray
+from .._measure.columns import BoolArray, FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
+from ._base import FROM_1, Alert, Bounds, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
 
@@ -21,9 +22,7 @@ _MIN_BEFORE: Final = 10  # least number of samples before a pause: fewer may be 
 _PHASE: Final = 10  # samples without a gradient after which a parameter that gets one begins a new phase
 
 
-def _cut_off(
-    never_P: npt.NDArray[np.bool_], missing_P: npt.NDArray[np.bool_], trainable_P: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
+def _cut_off(never_P: BoolArray, missing_P: BoolArray, trainable_P: BoolArray) -> BoolArray:
     """Return the parameters that never had a gradient if they are the first trainable ones and no other lacks one: [P].
 
     An idle expert or an unused head is not cut off: it comes after parameters that do get a gradient.
@@ -78,17 +77,17 @@ class NoGradient(ShippedRule):
             self._num_samples = self._complete = self._num_samples + len(snapshot)
             self._num_zero, self._was_nothing = 0, False
             return
-        loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
-        for sample, missing_P in enumerate(~snapshot.present):
+        for sample, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
+            missing_P = ~snapshot.present[sample.place]
             # Samples in which a parameter is frozen do not count. NotInOptimizer reports those without an optimizer.
-            self._unowned |= {key for key in unowned if snapshot.metrics[key][sample] > 0}
+            self._unowned |= {key for key in unowned if snapshot.metrics[key][sample.place] > 0}
             # A parameter with a gradient was trainable, even if it is frozen by now, as CycleGAN's discriminators are.
             wanted_P = snapshot.trainable | ~missing_P
             if self._unowned:
                 wanted_P = wanted_P & [keys.WIRING_UNOWNED + name not in self._unowned for name in snapshot.names]
             wanted_P = wanted_P & ~self._have_had_their_phase(snapshot.names, missing_P)
             late_P = missing_P & wanted_P
-            all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
+            all_zero = sample.norm == 0 and not sample.has_nonfinite
             is_nothing = all_zero or bool(missing_P.all())
             self._is_often_nothing |= self._was_nothing and not is_nothing
             self._was_nothing = is_nothing
@@ -103,14 +102,13 @@ class NoGradient(ShippedRule):
                 late_P |= (row_P[wanted_P] >= self.lost_patience).all() and not self._is_often_nothing
             self._num_zero = self._num_zero + 1 if all_zero else 0
             # A loss of 0 may have no gradient for long: rewards can be rare, or a hinge loss satisfied.
-            loss = loss_S[sample]
-            patience = self.zero_patience if np.isnan(loss) else self.lost_patience if loss else self.patience
+            patience = self.zero_patience if math.isnan(loss) else self.lost_patience if loss else self.patience
             if self._num_zero >= patience and not self._is_often_nothing:
-                yield self._zero_alert(int(snapshot.steps[sample]), patience)
+                yield self._zero_alert(sample.step, patience)
             elif (late := np.flatnonzero(late_P & wanted_P)).size:
-                yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, row_P, late)
+                yield self._missing_alert(sample.step, snapshot.names, row_P, late)
 
-    def _have_had_their_phase(self, names: tuple[str, ...], missing_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def _have_had_their_phase(self, names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:
         """Return which parameters lack a gradient since others got one for the first time, or after a pause: [P].
 
         A training that goes on to other layers, as from a generator to its discriminator, has lost nothing.

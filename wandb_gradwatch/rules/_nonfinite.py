@@ -1,5 +1,6 @@
 """Rules for NaN and Inf in gradients and in the loss, and for a loss scale that does not settle."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -12,7 +13,6 @@ from ..snapshot import Snapshot, keys
 from ._base import FROM_0, FROM_1, Alert, Bounds, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
-
 
 # torch's loss scale begins at 65536, and has been halved to this in the fifth skipped step in a row.
 _SETTLED: Final = 4096.0
@@ -61,26 +61,23 @@ class _NonFiniteGradient(ShippedRule):
     def _alert(self, snapshot: Snapshot, sample: int, counts_P: FloatArray) -> Alert:
         # The backward runs from the last layer to the first: the last one in model order became non-finite first.
         backward = np.flatnonzero(counts_P > 0)[::-1]
-        num_present = int(np.sum(~np.isnan(snapshot.num_elements[sample])))
+        num_present = np.count_nonzero(snapshot.present[sample])
         layers = listing(
             backward,
             lambda p: f"{snapshot.names[p]} ({counts_P[p]:.0f} of {snapshot.num_elements[sample, p]:.0f} elements)",
         )
         step, rank = int(snapshot.steps[sample]), values_of(snapshot, keys.FIRST_NONFINITE_RANK)[sample]
+        first, on_rank = ("", "") if math.isnan(rank) else (f", first on rank {rank:.0f}", f", on rank {rank:.0f}")
         left_out = bool(snapshot.left_out[sample])
-        if snapshot.arose_after_backward[sample]:
-            fact = (
-                f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters "
-                "(threshold: 0), which arose after the backward"
-                + (f", first on rank {rank:.0f}" if rank == rank else "")
-                + ": what the backward left was finite, what the optimizer received was not."
-            )
-            return finding(self.title, fact, layers, _CAUSE_AFTER, _REMEDY_AFTER, step, "ERROR")
         fact = (
             f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), "
-            f"which the backward reached first in {snapshot.names[backward[0]]}"
-            + (f", on rank {rank:.0f}." if rank == rank else ".")
+            "which "
         )
+        if snapshot.arose_after_backward[sample]:
+            fact += f"arose after the backward{first}: what the backward left was finite, what the optimizer received "
+            fact += "was not."
+            return finding(self.title, fact, layers, _CAUSE_AFTER, _REMEDY_AFTER, step, "ERROR")
+        fact += f"the backward reached first in {snapshot.names[backward[0]]}{on_rank}."
         if (output := _first_nonfinite_output(snapshot, sample)) is not None:
             fact += f" Before that, in the forward, the output of {output} was the first that was not finite."
         if left_out:
@@ -191,10 +188,8 @@ class LossScaleCollapse(ShippedRule):
             )
         else:
             fact = f"Step {step}: the loss scale is {number(scale)}, below {number(self.min_scale)}."
-        backward = np.flatnonzero(snapshot.num_nonfinite[sample] > 0)[::-1]
-        layers = listing(
-            backward, lambda p: f"{snapshot.names[p]} ({snapshot.num_nonfinite[sample, p]:.0f} non-finite)"
-        )
+        num_P = snapshot.num_nonfinite[sample]
+        layers = listing(np.flatnonzero(num_P > 0)[::-1], lambda p: f"{snapshot.names[p]} ({num_P[p]:.0f} non-finite)")
         if np.any(snapshot.num_nan[sample] > 0):
             cause = "the gradients are NaN at any scale: the loss or an operation is broken, not the scale"
         else:

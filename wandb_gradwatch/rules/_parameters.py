@@ -15,7 +15,7 @@ from .._analysis.layers import MIN_WEIGHTS
 from .._analysis.memory import PerName
 from .._analysis.movement import Movement, Update, small_squares
 from .._analysis.progress import Progress
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
 from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRule, finding
@@ -159,34 +159,33 @@ class FastParameters(PerKindRule):
     def _growing(self, snapshot: Snapshot, sample: int, num_steps: int) -> Iterable[Alert]:
         """Yield the alert of weights that have grown too fast, if there are any; the last change took `num_steps`."""
         step, recent = int(snapshot.steps[sample]), np.sort(list(self._recent), axis=0)
-        limit = self.max_first_growth if step <= _EARLY else self.max_growth
+        rate = self.max_first_growth if step <= _EARLY else self.max_growth
         last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
         product_P, since_P, most = recent[:-1].sum(axis=0), num_steps * self._recent[-1], math.log(self.max_factor)
         most_since = most if num_steps == 1 else 2 * most
-        advice = _REMEDY + clip_advice(float(snapshot.clipped[sample]))
+        cause, remedy = _CAUSE, _REMEDY + clip_advice(clips=snapshot.clipped[sample] == 1)
+        level: Level = "ERROR"
         is_learning = self._progress.has_fallen()
-        if len(recent) > 1 and not is_learning and last_P.max() > math.log1p(limit):
-            words = f"grown by {number(100 * limit)} % per step or more, twice within {_OF_LAST} samples"
-            yield self._grown(step, words, last_P, math.log1p(limit), _CAUSE, advice, "ERROR")
+        if len(recent) > 1 and not is_learning and last_P.max() > math.log1p(rate):
+            words = f"grown by {number(100 * rate)} % per step or more, twice within {_OF_LAST} samples"
+            grown_P, limit = last_P, math.log1p(rate)
         elif step - num_steps >= _EARLY and since_P[:-1].max() > most_since and self._progress.may_have_risen(1):
             words = f"grown {number(math.exp(most_since))} times or more since the sample before"
-            yield self._grown(step, words, since_P, most_since, *JUMP, "WARN")
+            grown_P, limit, level, (cause, remedy) = since_P, most_since, "WARN", JUMP
         elif not is_learning and product_P.max() > most:
             words = (
                 f"grown {number(self.max_factor)} times or more in all by {len(recent) - 1} of the last {len(recent)} "
                 "updates, without the largest"
             )
-            yield self._grown(step, words, product_P, most, _CAUSE, advice, "ERROR")
-
-    def _grown(
-        self, step: int, words: str, grown_P: FloatArray, limit: float, cause: str, remedy: str, level: Level
-    ) -> Alert:
+            grown_P, limit = product_P, most
+        else:
+            return
         grown = worst_first(grown_P, np.flatnonzero(grown_P[:-1] > limit))
         norms, have = ("norm", "has") if len(grown) == 1 else ("norms", "have")
         what = f"the {norms} of {len(grown)} of {len(self._names)} parameters {have}"
         fact = f"Step {step}: {what if grown else 'the norm of all parameters together has'} {words}."
         layers = listing(grown, lambda p: f"{self._names[p]} {number(math.exp(min(grown_P[p], 700.0)))} times")
-        return finding(self.title, fact, layers, cause, remedy, step, level)
+        yield finding(self.title, fact, layers, cause, remedy, step, level)
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
         """Return the share of the first norm that is left, of parameters that are present since the first sample."""
@@ -230,8 +229,7 @@ class FastParameters(PerKindRule):
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: float) -> FloatArray | None:
     """Return each weight's change of log norm per step, 0 if unknown, then that of all, doubled if many: [P + 1].
 
-    Args:
-        share: of the size that preserves a signal; weights may grow to it at any speed.
+    Weights may grow at any speed to this share of the size that preserves a signal.
     """
     before_P, now_P, *_, num_steps = update
     known_P = _are_weights(names) & (size_P >= MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
@@ -252,11 +250,10 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: f
     np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
     small = small_P.sum(where=before_P + now_P >= 0) if now > before else 0.0
     ratio_P[-1] = (max(now, small) / max(before, small)) ** (2 if np.count_nonzero(known_P) >= _MANY else 1)
-    change_P: FloatArray = 0.5 * np.log(ratio_P) / num_steps
-    return change_P
+    return 0.5 * np.log(ratio_P) / num_steps
 
 
 @lru_cache(maxsize=16)
-def _are_weights(names: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+def _are_weights(names: tuple[str, ...]) -> BoolArray:
     """Whether each parameter is a weight, by its name. A bias that jumps switches units off, which other rules find."""
     return np.array(["bias" not in name for name in names])

@@ -16,7 +16,7 @@ from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
-from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, PerKindRule, finding
+from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, PerKindRule, finding, values_of
 
 # S samples, P watched parameters, L modules
 
@@ -85,8 +85,7 @@ class VanishingGradient(PerKindRule):
     bounds: ClassVar[Bounds] = {"min_norm": FROM_0, "depth_factor": FROM_1, "min_order": SHARE, "patience": FROM_1}
 
     def values(self, snapshot: Snapshot) -> list[DepthTrend | None]:
-        steep = depth_trends(snapshot, above=self.depth_factor)
-        return [steep.get(place) for place in range(len(snapshot))]
+        return depth_trends(snapshot, above=self.depth_factor)
 
     def check_sample(self, snapshot: Snapshot, seen: Overview, trend: DepthTrend | None, /) -> Iterable[Alert]:
         if not seen.norm > 0:
@@ -164,7 +163,7 @@ class VanishingGradient(PerKindRule):
         """Return the alert of this kind, with the parameters at the indices `which`."""
         norm_P, (cause, remedy) = snapshot.grad_norm[sample], _CAUSES[kind]
         layers = listing(worst_first(-norm_P, which), lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
-        loss = float(snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))[sample])
+        loss = values_of(snapshot, keys.LOSS)[sample]
         if kind == "small" and abs(loss) < _TINY_LOSS:
             cause = (
                 f"not clear: either too small a loss ({number(loss)}), divided too often or of too small a weight, or "

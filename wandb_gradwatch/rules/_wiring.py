@@ -32,22 +32,19 @@ class NotInOptimizer(ShippedRule):
             for key, values in snapshot.metrics.items()
             if key.startswith(keys.WIRING_UNOWNED)
         }
-        for sample in range(len(snapshot)) if found else ():
+        for sample, step in enumerate(snapshot.steps.tolist()):
             names = [name for name, values in found.items() if values[sample] > 0]
             if names:
-                yield self._alert(int(snapshot.steps[sample]), names)
-
-    def _alert(self, step: int, names: list[str]) -> Alert:
-        fact = (
-            f"Step {step}: {len(names)} of the trainable parameters have a gradient, but no optimizer holds them, and "
-            f"no other code has changed them: {listing(names)}."
-        )
-        cause = "no optimizer owns them: they were added or replaced after the optimizer was built"
-        remedy = (
-            "build the optimizer after the model is complete, or pass new parameters to add_param_group(); call "
-            "requires_grad_(False) on parameters that are not to be trained"
-        )
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+                fact = (
+                    f"Step {step}: {len(names)} of the trainable parameters have a gradient, but no optimizer holds "
+                    f"them, and no other code has changed them: {listing(names)}."
+                )
+                cause = "no optimizer owns them: they were added or replaced after the optimizer was built"
+                remedy = (
+                    "build the optimizer after the model is complete, or pass new parameters to add_param_group(); "
+                    "call requires_grad_(False) on parameters that are not to be trained"
+                )
+                yield finding(self.title, fact, "", cause, remedy, step, "WARN")
 
 
 @dataclass(kw_only=True)
@@ -136,11 +133,9 @@ class UnchangedParameters(PerKindRule):
         update = self._movement.see(snapshot.names, sample)
         has_changed = update.total_before < update.total_after or update.total_after < update.total_before
         same = not has_changed  # usually False
-        if same:  # ignore parameters that are missing in either sample
+        if same:  # parameters that are missing in either sample are neither equal nor different
             now_P, before_P = update.after, update.before
-            same_P = now_P == before_P
-            unknown_P = np.isnan(now_P) | np.isnan(before_P)
-            same = bool((same_P | unknown_P).all() and now_P[same_P].any())
+            same = not ((now_P < before_P) | (before_P < now_P)).any() and bool(now_P[now_P == before_P].any())
         self._num_unchanged = self._num_unchanged + 1 if same and norm > converged else 0
         if not self._num_unchanged:
             self._since = self._able = sample.step

@@ -5,24 +5,15 @@ from typing import Final
 
 from ..causes import Diagnosis
 from ..evidence import Evidence
-from .depth import batch_norm, fading, inside_the_backward, through_depth, through_recurrence
-from .incidents import bad_batch, bad_rank, broken_by_update, forward_overflow, invalid_operation, nonfinite_batch
-from .parameters import (
-    data_scale,
-    initialisation,
-    leapt_unseen,
-    learning_rate,
-    loss_multiplied,
-    multiplied,
-    unbounded,
-    written,
-)
-from .silence import dead_units, frozen, scale_too_high, underflow
+from . import depth, incidents, parameters, silence
 
 # Of two equally probable causes the earlier one is named first.
 PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (
-    learning_rate, initialisation, through_depth, through_recurrence, fading, batch_norm, underflow, scale_too_high,
-    dead_units, frozen, bad_batch, bad_rank, invalid_operation, nonfinite_batch,
-    broken_by_update, data_scale, forward_overflow, inside_the_backward, loss_multiplied, written, multiplied,
-    unbounded, leapt_unseen,
+    parameters.learning_rate, parameters.initialisation,
+    depth.through_depth, depth.through_recurrence, depth.fading, depth.batch_norm,
+    silence.underflow, silence.scale_too_high, silence.dead_units, silence.frozen,
+    incidents.bad_batch, incidents.bad_rank, incidents.invalid_operation, incidents.nonfinite_batch,
+    incidents.broken_by_update, parameters.data_scale, incidents.forward_overflow, depth.inside_the_backward,
+    parameters.loss_multiplied, parameters.written, parameters.multiplied, parameters.unbounded,
+    parameters.leapt_unseen,
 )  # fmt: skip

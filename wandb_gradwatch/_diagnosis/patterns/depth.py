@@ -10,6 +10,7 @@ from ..._analysis.layers import modules_of
 from ..._measure.columns import Column
 from ..causes import BACKWARD, BATCH_NORM, DEPTH, DEVIATION, FADING, RECURRENCE, SATURATION, Diagnosis
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
+from .incidents import OTHER_DATA
 
 # P watched parameters, N clean samples, L modules
 
@@ -34,7 +35,7 @@ def through_depth(evidence: Evidence) -> Diagnosis | None:
     if trend is not None and trend.factor <= 0.01 and trend.order < -0.9:
         words = f"norm grows {number(1 / trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
         return Diagnosis(DEPTH, 0.85, words, remedy)
-    num_layers = sum(gain > 0 for _, gain in evidence.parameters.gains)
+    num_layers = sum(gain > 0 for gain in evidence.parameters.gains.values())
     if num_layers < DEEP or not evidence.first_ratio > FIRST_GRADIENT:
         return None
     words = f"the first gradient has {number(evidence.first_ratio)}x the parameters' norm, behind {num_layers} layers"
@@ -67,15 +68,14 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
     )
     remedy = "clip with clip_grad_norm_(parameters, 1.0), shorten the unrolled sequence, use an LSTM or GRU"
     if evidence.gradient_came_first:  # then the batch may be the cause as well
-        rival = "the data has changed; whether the norm falls back tells them apart"
-        return Diagnosis(RECURRENCE, 0.8, words, remedy, rival)
+        return Diagnosis(RECURRENCE, 0.8, words, remedy, OTHER_DATA)
     rival = "a learning rate that is too high; a run with a tenth of the learning rate tells them apart"
     return Diagnosis(RECURRENCE, 0.95, words, f"{remedy}; lower the learning rate", rival)
 
 
 def _comes_from_below(evidence: Evidence, recurrent: list[int], peak: int) -> bool:
     """Whether the gradients of the input weights rose, but not those of the state weights: the inputs are large."""
-    rise_P, names = evidence.layers.parameter_rise_at(peak), evidence.history.names
+    rise_P, names = evidence.layers.rise_at(peak, of_parameters=True), evidence.history.names
     inputs, states = (
         np.array([rise_P[p] for p in recurrent if kind in names[p]]) for kind in ("weight_ih", "weight_hh")
     )
@@ -104,20 +104,20 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     names, rise_L = evidence.layers.by_module.names, evidence.layers.rise_at(sample)
     # A single number, such as a temperature, has no place in the depth.
     known = np.flatnonzero(np.isfinite(rise_L) & (evidence.layers.by_module.num_elements[sample] > 1))
-    raised = [int(place) for place in known if rise_L[place] > _RAISED]
-    after = [int(place) for place in known if raised and place > raised[-1]]
-    if not raised or not after:
+    raised = known[rise_L[known] > _RAISED].tolist()
+    after = known[known > raised[-1]].tolist() if raised else []
+    if not after:
         return None
     if float(rise_L[after].max()) > np.clip(float(rise_L[raised].min()) / _CONTRAST, _USUAL, _MOST_USUAL):
         return None
-    before = [place for place in known if place <= raised[-1]]
+    num_before = len(known) - len(after)
     # Of parallel branches one can rise alone for reasons of its own, together with the loss.
     is_one_branch = branch_of(names[raised[-1]]) == branch_of(names[after[0]])
     is_loss_known, has_usual_loss = evidence.is_loss_known(sample), evidence.has_usual_loss(sample)
-    if len(raised) < 0.8 * len(before) or not (is_one_branch or has_usual_loss or not is_loss_known):
+    if len(raised) < 0.8 * num_before or not (is_one_branch or has_usual_loss or not is_loss_known):
         return None
     weights, biases = evidence.layers.split(raised[-1])
-    rise_P = evidence.layers.parameter_rise_at(sample)
+    rise_P = evidence.layers.rise_at(sample, of_parameters=True)
     if biases and np.nanmax(rise_P[biases], initial=0.0) <= _USUAL:
         return None  # the gradient of the layer's output is usual: its input was large
     if any(place in evidence.layers.recurrent() for place in weights):
@@ -151,7 +151,7 @@ def fading(evidence: Evidence) -> Diagnosis | None:
     words = f"norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
     # Nearly linear layers preserve the size of a signal with a gain of 1, ReLU layers with sqrt(2).
     usual = 1.0 if kind or not unsaturated else np.sqrt(2)
-    gains = [gain / usual for _, gain in evidence.parameters.gains if gain > 0]
+    gains = [gain / usual for gain in evidence.parameters.gains.values() if gain > 0]
     shrinks = -float(np.sum(np.log(gains))) if len(gains) >= 4 else 0.0
     if evidence.step(0) <= 10 and not evidence.began_to_fade and shrinks > 0.5 * np.log(trend.factor):
         words += f", and the weights of {len(gains)} layers alone make it {number(float(np.exp(shrinks)))}x"
@@ -171,12 +171,10 @@ def batch_norm(evidence: Evidence) -> Diagnosis | None:
     """Batch norm on small batches: the gradient jumps from sample to sample before a batch norm and is calm after it,
     because the division by the deviation blows up inputs that happen to be close."""
     scatter_L, norms = evidence.layers.scatter_L, evidence.layers.batch_norms()
-    if (
-        not norms or evidence.clean.size < 8 or evidence.parameters.is_moving
-    ):  # a model that moves wildly scatters everywhere
+    if not norms or evidence.clean.size < 8 or evidence.parameters.movement:  # one that moves scatters everywhere
         return None
     last = norms[-1]
-    before, after = scatter_L[: norms[-1]], scatter_L[last:]
+    before, after = scatter_L[:last], scatter_L[last:]
     if np.all(np.isnan(before)) or np.all(np.isnan(after)):
         return None
     wild, calm = int(np.nanargmax(before)), float(np.nanmin(after))

@@ -24,7 +24,7 @@ from ..evidence import Evidence
 
 # S samples, L modules
 
-_OTHER_DATA: Final = "the data has changed; whether the norm falls back tells them apart"
+OTHER_DATA: Final = "the data has changed; whether the norm falls back tells them apart"
 _BACKWARD: Final = (
     "something in the backward that multiplies the gradient, as the loss is the usual one; a look at the batch tells "
     "them apart"
@@ -42,15 +42,13 @@ def bad_batch(evidence: Evidence) -> Diagnosis | None:
             return None
         lone = "a lone spike" if len(evidence.spikes) == 1 else "one of two spikes"
         words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}{evidence.note_of(sample)}"
-        is_moved = evidence.parameters.is_moving or evidence.parameters.jump is not None
+        is_moved = bool(evidence.parameters.movement or evidence.parameters.jump)
         confidence = 0.5 if is_moved and not evidence.gradient_came_first else 0.75
         return Diagnosis(BAD_BATCH, confidence, words, *_or_other_data(evidence, sample))
     if evidence.onset is not None and evidence.gradient_came_first:
-        sample = evidence.onset.sample
-        words = (
-            f"at step {evidence.step(sample)} the norm was {number(evidence.onset.factor)}x the usual one, after an "
-            f"ordinary update{evidence.note_of(sample)}"
-        )
+        sample, rise = evidence.onset.sample, number(evidence.onset.factor)
+        words = f"at step {evidence.step(sample)} the norm was {rise}x the usual one, after an ordinary update"
+        words += evidence.note_of(sample)
         return Diagnosis(BAD_BATCH, 0.75, words, *_or_other_data(evidence, sample))
     if (newest := evidence.last_spike) is not None and evidence.parameters.leapt(newest) is not None:
         words = f"at step {evidence.step(newest)} the norm is far above all before it{evidence.note_of(newest)}"
@@ -71,7 +69,7 @@ def _or_other_data(evidence: Evidence, sample: int) -> tuple[str, str]:
         return f"{remedy}; lower the learning rate of {name}", rival
     if evidence.has_usual_loss(sample):
         return f"{remedy}; test the backward with torch.autograd.gradcheck", _BACKWARD
-    return f"{remedy}; if the norm stays high, look at what has changed in the data", _OTHER_DATA
+    return f"{remedy}; if the norm stays high, look at what has changed in the data", OTHER_DATA
 
 
 def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
@@ -93,18 +91,16 @@ def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
     sample = evidence.first_bad
     if sample is None or evidence.is_broken(sample) or evidence.growth is not None or evidence.has_good_loss(sample):
         return None
-    bad_L = evidence.layers.by_module.num_nonfinite[sample] > 0
-    present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
-    if not bad_L[present].all() and not evidence.has_bad_loss(sample):
+    modules = evidence.layers.by_module
+    is_everywhere = (modules.num_nonfinite[sample, modules.present[sample]] > 0).all()
+    if not is_everywhere and not evidence.has_bad_loss(sample):
         return None
     before = evidence.log_norm_N[evidence.clean < sample][-16:]
-    norms = (
-        f", after norms of {number(float(np.exp(before.min())))} to {number(float(np.exp(before.max())))} before it"
-        if len(before)
-        else ""
-    )
-    what = "every layer" if bad_L[present].all() else "the loss"
-    words = f"at step {evidence.step(sample)} {what} is non-finite{norms}{evidence.note_of(sample)}"
+    words = f"at step {evidence.step(sample)} {'every layer' if is_everywhere else 'the loss'} is non-finite"
+    if len(before):
+        least, most = np.exp(before.min()), np.exp(before.max())
+        words += f", after norms of {number(float(least))} to {number(float(most))} before it"
+    words += evidence.note_of(sample)
     remedy = (
         "check the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
         f"{_against_a_bad_batch(evidence, sample)}; {_TRACE}: add an epsilon to it, or clamp its inputs"
@@ -171,10 +167,9 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
             return None
     if sample is None or evidence.is_broken(sample) or evidence.has_bad_loss(sample):
         return None
-    nan_L = evidence.layers.by_module.num_nonfinite[sample] > 0
-    present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
-    bad = [int(index) for index in present if nan_L[index]]
-    clean_after = [int(index) for index in present if bad and index > bad[-1]]
+    present = np.flatnonzero(evidence.layers.by_module.present[sample])
+    bad = np.flatnonzero(evidence.layers.by_module.num_nonfinite[sample] > 0).tolist()
+    clean_after = present[present > bad[-1]].tolist() if bad else []
     remedy = f"add an epsilon inside sqrt, log and divisions, and look for values that overflow before these; {_TRACE}"
     names, step = evidence.layers.by_module.names, evidence.step(sample)
     if bad and (clean_after or evidence.has_good_loss(sample)):
@@ -184,7 +179,8 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
             else "the loss is finite, the gradient"
         )
         words = f"at step {step} {where} non-finite from {names[bad[-1]]} back"
-        if _received_nonfinite(evidence, sample, bad[-1]):
+        weights, biases = evidence.layers.split(bad[-1])
+        if weights and biases and not np.any(evidence.history.num_nonfinite[sample, biases] > 0):
             words += ", in its weights but not in its bias: the inputs of this layer are not finite"
             cause = NONFINITE_BATCH if bad[-1] == present[0] else NONFINITE_FORWARD
             return Diagnosis(cause, 0.85, words, f"look at the batch of this step; {remedy}")
@@ -204,13 +200,6 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
     return None
 
 
-def _received_nonfinite(evidence: Evidence, sample: int, place: int) -> bool:
-    """Whether the module has weights and biases, and the gradients of the biases are finite: its inputs are not."""
-    weights, biases = evidence.layers.split(place)
-    bad_P = evidence.history.num_nonfinite[sample]
-    return bool(biases) and bool(weights) and not np.any(bad_P[biases] > 0)
-
-
 def forward_overflow(evidence: Evidence) -> Diagnosis | None:
     """Overflow in the forward: NaN in every layer from the last one back, at any loss scale: no derivative made it."""
     skipped = evidence.num_last_skipped
@@ -218,14 +207,13 @@ def forward_overflow(evidence: Evidence) -> Diagnosis | None:
         return None
     if evidence.began_with_inf(-1) or evidence.is_broken(-1):
         return None
-    newest = evidence.layers.by_module
-    if not (newest.num_nonfinite[-1] > 0)[~np.isnan(newest.num_elements[-1])].all():
+    modules = evidence.layers.by_module
+    if not (modules.num_nonfinite[-1, modules.present[-1]] > 0).all():
         return None
     words = f"every layer is non-finite in the last of {skipped} skipped updates, at whatever loss scale"
     remedy = "look for the first activation that is not finite; use bfloat16 there"
     if not evidence.has_bad_loss(-1):
         return Diagnosis(FORWARD, 0.7, words, remedy)
     rival = "the loss or its inputs are not finite at any precision; a step with autocast off tells them apart"
-    return Diagnosis(
-        FORWARD, 0.85, f"{words}, and so is the loss", f"{remedy}; look at the loss, its inputs and labels", rival
-    )
+    words, remedy = f"{words}, and so is the loss", f"{remedy}; look at the loss, its inputs and labels"
+    return Diagnosis(FORWARD, 0.85, words, remedy, rival)

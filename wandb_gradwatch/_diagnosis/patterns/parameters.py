@@ -8,6 +8,7 @@ import numpy as np
 from ..._analysis.formatting import listing, number
 from ...rules._loss import UNBOUNDED
 from ..causes import (
+    APART,
     DATA_SCALE,
     INITIALISATION,
     INSIDE,
@@ -36,9 +37,7 @@ _LATE_RISE: Final = "the data has changed; a run with the learning rate of befor
 _NEW_SCALE: Final = (
     "a new scale of the inputs, targets or loss; whether the loss rose before the gradient tells them apart"
 )
-_FIRST_SCALE: Final = (
-    "a large scale of the inputs, targets or loss; the size of the loss at the first step tells them apart"
-)
+FIRST_SCALE: Final = f"{DATA_SCALE}; {APART[DATA_SCALE]} tells them apart"
 _FIRST_DEPTH: Final = "activations that grow with the depth; the size of the loss at the first step tells them apart"
 _UPHILL: Final = (
     "the wrong sign of the loss (or maximize=True in the optimizer), as the loss has risen from the first samples on; "
@@ -61,20 +60,18 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         parameters = evidence.parameters
         has_leapt = parameters.leap is not None or parameters.change_from(rose.sample) > MAX_LEAP
         has_leapt = has_leapt or parameters.factor_since(rose.since) > _FAR_SINCE
-        is_felt = parameters.is_moving or has_leapt or parameters.jump or evidence.growth
+        is_felt = parameters.movement or has_leapt or parameters.jump or evidence.growth
         if evidence.is_broken(-1) and not is_felt:
             return None  # nothing shows that the rise has broken the parameters
         rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up rises, too
-        is_seen = bool(is_felt) and rose.at_once
+        confidence = 0.98 if is_felt and rose.at_once else 0.85
         # An explosion saturates and kills units: dead units right after it are its consequence.
         also = SILENCE if is_felt else ()
-        return Diagnosis(
-            LEARNING_RATE, 0.98 if is_seen else 0.85, words, f"look at its schedule; {remedy}", rival, also
-        )
+        return Diagnosis(LEARNING_RATE, confidence, words, f"look at its schedule; {remedy}", rival, also)
     if evidence.gradient_came_first or any(one(evidence) for one in (written, leapt_unseen, multiplied, unbounded)):
         return None
     less = 0.05 if evidence.first_ratio > FIRST_GRADIENT else 0.0  # a learning rate does not cause the first gradient
-    if evidence.parameters.is_moving and evidence.parameters.movement is not None:
+    if evidence.parameters.movement is not None:
         change, sample = evidence.parameters.movement
         words = (
             f"the parameters' norm changed by {number(100 * change)} % per step or more, "
@@ -122,7 +119,7 @@ def _or_scale(evidence: Evidence, remedy: str, sample: int, later: str) -> tuple
     rival = _UPHILL if later == _NEW_SCALE and evidence.loss_only_rises else later
     if evidence.step(sample) <= FIRST_STEPS:
         is_deep = len(evidence.parameters.gains) >= DEEP
-        rival = (_FIRST_DEPTH if is_deep else _FIRST_SCALE) if evidence.first_ratio > 1 else ""
+        rival = (_FIRST_DEPTH if is_deep else FIRST_SCALE) if evidence.first_ratio > 1 else ""
     other = "check the sign of the loss" if rival == _UPHILL else ""
     other = _NORMALISE if "scale" in rival else other
     return f"{remedy}; if that changes nothing, {other}" if other else remedy, rival
@@ -160,7 +157,7 @@ def leapt_unseen(evidence: Evidence) -> Diagnosis | None:
 def multiplied(evidence: Evidence) -> Diagnosis | None:
     """Multiplied parameters: parameters of different sizes grow by one factor."""
     movement = evidence.parameters.movement
-    if not evidence.parameters.is_moving or movement is None or not evidence.parameters.grow_alike(movement[1]):
+    if movement is None or not evidence.parameters.grow_alike(movement[1]):
         return None
     factor, step = number(1 + movement[0]), evidence.step(movement[1])
     words = f"all parameters grew by the same factor, {factor} or more per step, from step {step}"
@@ -191,7 +188,7 @@ def _run_away(evidence: Evidence) -> tuple[str, int, int, float] | None:
         growth, last = evidence.growth
         begins = int(evidence.clean[max(int(np.searchsorted(evidence.clean, last)) + 1 - growth.num_samples, 0)])
         return f"the gradient norm grew {number(growth.factor)}x up to step {evidence.step(last)}", begins, last, _LOWER
-    if evidence.parameters.is_moving and evidence.parameters.movement is not None:
+    if evidence.parameters.movement is not None:
         change, begins = evidence.parameters.movement
         if begins < FIRST_STEPS and not evidence.is_loss_above_0(begins + 1):
             return None  # a loss that begins below 0 falls further with the first large updates, whatever its sign
@@ -215,10 +212,10 @@ def initialisation(evidence: Evidence) -> Diagnosis | None:
         return None
     if not gains:
         return _too_small(evidence)
-    typical = float(np.median([gain for _, gain in gains]))
+    typical = float(np.median(list(gains.values())))
     if _TOO_SMALL < typical < 4.0:
         return None
-    worst = sorted(gains, key=lambda gain: abs(np.log(max(gain[1], 1e-300))), reverse=True)
+    worst = sorted(gains.items(), key=lambda gain: abs(np.log(max(gain[1], 1e-300))), reverse=True)
     # Layers that are a little too large do harm only if there are many.
     confidence = 0.8 if 4.0 <= typical < 8.0 and len(gains) >= 8 else 0.9
     words = (

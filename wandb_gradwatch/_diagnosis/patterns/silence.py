@@ -12,14 +12,13 @@ from ...snapshot.keys import forecast_key
 from ..causes import DEAD_UNITS, DYING, FROZEN, LARGE_DATA, SCALE, UNDERFLOW, Diagnosis
 from ..evidence import Evidence
 from ..parameters import FIRST_STEPS
-from .parameters import initialisation
+from .parameters import FIRST_SCALE, initialisation
 
 # S samples, P watched parameters, L modules, N newest clean samples
 
 _FP16_STEP: Final = 2.0**-24  # the smallest float16 above 0, and the spacing of float16 below 2^-13
 
 _SATURATED: Final = "a softmax or a gate after them that is saturated; their outputs tell them apart"
-_LARGE: Final = "a large scale of the inputs, targets or loss; the size of the loss at the first step tells them apart"
 _CUT_OFF: Final = (
     "an operation that no gradient passes, such as round(), sign(), argmax() or detach(), since the layer after them "
     "has inputs other than 0; their outputs tell them apart"
@@ -28,10 +27,7 @@ _CUT_OFF: Final = (
 
 def underflow(evidence: Evidence) -> Diagnosis | None:
     """Float16 underflow: the smallest elements are multiples of the smallest float16, and many are exactly 0."""
-    history = evidence.history
-    if not evidence.clean.size:
-        return None
-    newest = evidence.clean[-20:]
+    history, newest = evidence.history, evidence.clean[-20:]
     scale_N = np.where(np.isnan(history.loss_scale[newest]), 1.0, history.loss_scale[newest])
     smallest_NP = history.grad_abs_min_nonzero[newest] * scale_N[:, None]
     small_NP = smallest_NP < 2.0**-14
@@ -74,8 +70,8 @@ def scale_too_high(evidence: Evidence) -> Diagnosis | None:
 
 def dead_units(evidence: Evidence) -> Diagnosis | None:
     """Dead units: more than half of a layer's units get no gradient at all, in sample after sample."""
-    names, dead_L = evidence.layers.dead_L
-    dead = [index for index in range(len(names)) if dead_L[index] > 0.5]
+    names, dead_L = evidence.layers.by_module.names, evidence.layers.dead_L
+    dead = np.flatnonzero(dead_L > 0.5).tolist()
     if not dead:
         return None
     words = "units without gradient: " + listing([f"{100 * dead_L[index]:.0f} % of {names[index]}" for index in dead])
@@ -97,18 +93,18 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
     one_by_one = False if rival else evidence.layers.died_one_by_one(last)
     if one_by_one:
         remedy = "divide the learning rate by 10; normalise the inputs and the targets, take the mean in the loss; clip"
-        return Diagnosis(DYING, 0.75, words, remedy, _LARGE)
+        return Diagnosis(DYING, 0.75, words, remedy, FIRST_SCALE)
     if one_by_one is None:
         rival = f"{DYING}; a run with sample_every=1 tells them apart"
     # Parameters that move too far kill units: then their speed is the first cause. Small ones may do so at first.
-    movement = evidence.parameters.movement if evidence.parameters.is_moving else None
+    movement = evidence.parameters.movement
     is_consequence = movement is not None and evidence.step(movement[1]) > FIRST_STEPS
     return Diagnosis(DEAD_UNITS, 0.65 if is_consequence else 0.75, words, remedy, rival)
 
 
 def frozen(evidence: Evidence) -> Diagnosis | None:
     """Frozen or unused layers: some parameters never had a gradient, while others had one in every sample."""
-    present_SP = ~np.isnan(evidence.history.num_elements)
+    present_SP = evidence.history.present
     never_P = ~present_SP.any(axis=0) & evidence.history.trainable
     never = np.flatnonzero(never_P & ~cancelled_biases(evidence.history.names, never_P))
     if not never.size or not present_SP.any(axis=1).all() or len(evidence.history) < 3:
