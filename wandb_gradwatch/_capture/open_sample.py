@@ -44,7 +44,9 @@ class OpenSample:
 
     def _forget_gradients(self) -> None:
         """Forget the gradients measured so far; what probes measured in the forward stays in the sample."""
-        self._measurer.begin_sample()
+        self._measurer.eps = 0.0
+        self._parts.seen.clear()
+        self._parts.loss_scale.assumed.clear()
         self._presumed: set[int] = set()  # slots marked only because a gradient is present, by no hook
         # Slots whose gradients looked unmodified but were compared by value: at the step, and before torch's clipping.
         self._compared: tuple[int, ...] = ()

@@ -27,7 +27,7 @@ from .backward_rest import BackwardRest
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
 from .hooks import BackwardHooks
-from .measurer import DeviceTimer, Measurer
+from .measurer import Measurer
 from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
@@ -58,8 +58,7 @@ class Sampler(Listener):
         self.parts = parts = CaptureParts(registry, window, config, boundary, self._hooks)
         self._clock, self._schedule = parts.clock, parts.schedule
         self._guard, self._by_hand = parts.guard, parts.by_hand
-        self._timer = DeviceTimer()
-        self._measurer = Measurer(parts, config, self._timer)
+        self._measurer = Measurer(parts, config)
         self._sample = OpenSample(parts, self._measurer)
         self._step_rest = StepRest(parts, self._sample)
         self._backward_rest = BackwardRest(parts, self._sample)
@@ -395,7 +394,7 @@ class Sampler(Listener):
 
     def _account(self) -> tuple[float, float, float]:
         """Return the seconds spent, and those of the host and of the device alone."""
-        host, device = self.boundary.seconds_spent + self.parts.probes.seconds_spent, self._timer.seconds()
+        host, device = self.boundary.seconds_spent + self.parts.probes.seconds_spent, self._measurer.timer.seconds()
         if self.counter is not None:
             host += self.counter.seconds_spent
         spent, last_host, last_device = self._settled
