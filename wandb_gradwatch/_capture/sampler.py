@@ -100,7 +100,7 @@ class Sampler(Listener):
         if self._guard is not None:
             if not self.parts.thread.is_another:  # otherwise after_step() gives withheld gradients back
                 self._guard.release()
-            self._guard.stop_voting()
+            STEP_HOOKS.unsubscribe(self._guard)  # if the monitor has failed, it votes
         self.parts.probes.close()
 
     def _arrived(self, slot: int, parameter: Tensor) -> None:
@@ -171,9 +171,6 @@ class Sampler(Listener):
         rest, self.counter = self.counter, None
         if rest is not None:
             rest.end(before_step=before_step)
-
-    def counting_failed(self, error: Exception) -> None:
-        self.boundary.fail(error)
 
     def follows(self, optimizer: Optimizer) -> bool:
         if (answer := self.parts.optimizers.known_to_follow(optimizer)) is not None:
@@ -252,7 +249,7 @@ class Sampler(Listener):
     @contained
     def _after_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
         if SCALERS.last_used is not None:
-            SCALERS.steps_of(optimizer).end()
+            SCALERS.steps_of(optimizer).is_scalers = False
         key = self.parts.optimizers.key(optimizer)
         if self._joining == key:
             self._joining = None
@@ -304,7 +301,7 @@ class Sampler(Listener):
             elif self.counter.finds_at_clipping():
                 self.end_counting()
         except Exception as error:
-            self.counting_failed(error)
+            self.boundary.fail(error)
         self._sample.before_clipping(parameters)
 
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:

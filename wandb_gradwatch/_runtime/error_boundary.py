@@ -42,8 +42,8 @@ class ErrorBoundary:
         self.stopped = False
         self._process = os.getpid()
         self.seconds_spent = 0.0  # by which the host has delayed the training
-        # Set if a device is used that works in parallel with the host: called when the monitor's code begins, it returns
-        # a function that tells whether the device has been busy with earlier work since then.
+        # Set if a device is used that works in parallel with the host: called when the monitor's code begins. It
+        # returns a function that tells whether the device has been busy with earlier work since then.
         self.lag: Callable[[], Callable[[], bool]] | None = None
         self._is_busy: Callable[[], bool] = lambda: False  # the newest of these functions
         self._failed = failed
@@ -60,8 +60,10 @@ class ErrorBoundary:
         self, function: Callable[Arguments, Answer], /, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Answer | None:
         """Call the function and return its result; None if it raises or the monitor has stopped."""
-        if self.stopped or os.getpid() != self._process or graph_is_captured():
+        if self.stopped or os.getpid() != self._process:
             return None
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            return None  # kernels launched now would be part of every replay of the graph
         began = time.perf_counter()
         if self.lag is not None and not self._depth:
             self._is_busy = self.lag()
@@ -114,14 +116,10 @@ class ErrorBoundary:
         self._failed(error)
 
 
-def graph_is_captured() -> bool:
-    """Whether a CUDA graph is being captured: kernels launched now would be part of every replay."""
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
 def graph_is_made() -> bool:
     """Whether a CUDA graph is being captured, or a compiler traces with fake tensors."""
-    return graph_is_captured() or _get_current_dispatch_mode() is not None
+    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return is_captured or _get_current_dispatch_mode() is not None
 
 
 def dynamo_disabled(function: Function) -> Function:

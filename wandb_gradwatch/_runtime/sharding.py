@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-_FSDP1: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
-
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor."""
@@ -146,7 +144,7 @@ def _share_of(parameter: Tensor) -> _Share:
 
 
 def _fsdp1_units(models: Sequence[nn.Module]) -> Iterator[Any]:
-    fsdp1 = sys.modules.get(_FSDP1)
+    fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp1 is not None:
         for model in models:
             yield from (module for module in model.modules() if isinstance(module, fsdp1.FullyShardedDataParallel))
