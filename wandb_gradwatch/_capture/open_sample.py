@@ -147,7 +147,7 @@ class OpenSample:
         """
         if not self._parts.rows_are_read:
             return
-        self._tell(Probe.after_update, None)
+        self.tell_of_update(Probe.after_update, None)
         unseen = [(slot, p) for slot, p in entries if p.grad is not None and slot not in self._parts.seen.states]
         if put_there := self._without_backward(unseen)[0]:
             self._measure_put_there(put_there, None)
@@ -288,13 +288,11 @@ class OpenSample:
         if not abs(rate) <= abs(self._learning_rate) and not math.isnan(rate):
             self._learning_rate = rate
         if self._parts.probes.active:
-            self._tell(Probe.before_update, optimizer)
+            self.tell_of_update(Probe.before_update, optimizer)
 
-    def after_update(self, optimizer: Optimizer) -> None:
-        """Tell the probes that the optimizer has updated its parameters."""
-        self._tell(Probe.after_update, optimizer)
-
-    def _tell(self, moment: Callable[[Probe, Sequence[WatchedTensor]], None], optimizer: Optimizer | None) -> None:
+    def tell_of_update(
+        self, moment: Callable[[Probe, Sequence[WatchedTensor]], None], optimizer: Optimizer | None
+    ) -> None:
         """Tell the probes of an update by this optimizer, or by hand if it is None."""
         parts = self._parts
         if parts.probes.active and parts.schedule.is_sampled:

@@ -31,6 +31,7 @@ from .measurer import Measurer
 from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
+from .probes import Probe
 from .rest import Rest, StepRest
 from .scaling import SCALERS
 from .schedule import RankPlans
@@ -256,7 +257,7 @@ class Sampler(Listener):
             self._clock.join(key)
             return
         if self.parts.probes.active:
-            self._sample.after_update(optimizer)
+            self._sample.tell_of_update(Probe.after_update, optimizer)
         self.parts.wiring.stepped(optimizer, key)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
         if not inside_backward and current_graph_task() == -1 and self._step_rest.is_worth_it():
