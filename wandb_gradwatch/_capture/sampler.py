@@ -133,7 +133,6 @@ class Sampler(Listener):
         if self.counter is not None:  # it has armed this call, or the user stops it
             self.end_counting()
             return
-        self.parts.wiring.backward_ended()
         by_hand, parts, reached = self._by_hand, self.parts, self._hooks.reached
         is_update = is_first_in_hooks = False
         if by_hand.possible:
@@ -160,7 +159,7 @@ class Sampler(Listener):
             self._commit(closed)
         if is_update:
             self._close_update_by_hand()
-        self.parts.wiring.without_a_step()
+        self.parts.wiring.backward_ended()
         self._deliver()
         if self._backward_rest.is_worth_it() and self._backward_rest.begin():
             self.counter = self._backward_rest

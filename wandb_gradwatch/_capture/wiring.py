@@ -138,9 +138,18 @@ class Wiring:
                 carried.nonzero = torch.stack([onto(one, home) for one in nonzero]).any()
 
     def backward_ended(self) -> None:
-        """Remember the gradients' new states: a backward has added to them."""
+        """Remember the gradients' new states; alert when many backwards have ended without an optimizer step."""
         for carried, entries in self._carrying():
             carried.seen.note(entries)
+        if self._clock.backwards == _PATIENCE_IN_BACKWARDS:
+            self._notices.alert(
+                "No gradient",
+                f"{_PATIENCE_IN_BACKWARDS} backwards have ended without an optimizer step that updates a watched "
+                "parameter.\nProbable cause: not clear: either step() is missing, or the optimizer holds other tensors "
+                "than the model. Remedy: call step() after backward(), and create the optimizer from the parameters of "
+                "the model that is trained.",
+                self._clock.open_step,
+            )
 
     def forget_gradients(self) -> None:
         """Forget the remembered gradients: the hooks are off, so a reset before the next backwards would be missed."""
@@ -225,18 +234,6 @@ class Wiring:
                 "the model is trained, but no gradient was seen: only gradients in .grad are measured, and "
                 "torch.autograd.grad() does not write there. Set parameter.grad before each update, and call "
                 "watcher.mark_step() after it.",
-            )
-
-    def without_a_step(self) -> None:
-        """Alert when many backwards have ended in the open step without an optimizer step."""
-        if self._clock.backwards == _PATIENCE_IN_BACKWARDS:
-            self._notices.alert(
-                "No gradient",
-                f"{_PATIENCE_IN_BACKWARDS} backwards have ended without an optimizer step that updates a watched "
-                "parameter.\nProbable cause: not clear: either step() is missing, or the optimizer holds other tensors "
-                "than the model. Remedy: call step() after backward(), and create the optimizer from the parameters of "
-                "the model that is trained.",
-                self._clock.open_step,
             )
 
     def stepped_without_the_model(self, optimizer: Optimizer) -> None:

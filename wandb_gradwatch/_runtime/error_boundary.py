@@ -92,7 +92,7 @@ class ErrorBoundary:
                 finally:
                     self._depth -= 1
                     _set_grad_enabled(with_autograd)
-                    if not self._depth and not self.is_hidden():
+                    if not self._depth and not (self.lag is not None and self._is_busy()):  # `is_hidden`, inline
                         self.seconds_spent += time.perf_counter() - began
         except CallbackError as raised:
             if inside_another:
