@@ -170,6 +170,11 @@ def has_fsdp1(models: Sequence[nn.Module]) -> bool:
     return any(True for _ in _fsdp1_units(models))
 
 
+def has_shards(models: Sequence[nn.Module]) -> bool:
+    """Whether any parameter is sharded: as a DTensor (FSDP2, tensor parallel) or in a flat parameter (FSDP1)."""
+    return has_fsdp1(models) or any(is_sharded(parameter) for model in models for parameter in model.parameters())
+
+
 def fsdp1_flat_parameters(models: Sequence[nn.Module]) -> list[Tensor]:
     """The flat parameters into which FSDP1's backward accumulates; the named parameters are views of them."""
     return [unit._handle.flat_param for unit in _fsdp1_units(models) if unit._handle is not None]
