@@ -1,7 +1,4 @@
-"""Activations: the statistics of gradients, for inputs and outputs of modules and the gradients of the outputs.
-
-Router: how the tokens of a mixture of experts are distributed over the experts.
-"""
+"""Activations: the statistics of inputs and outputs of modules. Router: how the experts of a mixture are used."""
 
 import functools
 import math
@@ -210,24 +207,20 @@ class Router(ForwardProbe):
             layers[self.pooled] = functools.reduce(add_on_device, layers.values())
         taken: dict[str, Found] = {}
         for name, loads in layers.items():
-            in_detail = name == self.pooled or sum(num_experts) <= MAX_EXPERT_KEYS
-            taken |= self._numbers(name, loads, in_detail=in_detail)
+            tokens_E, entropies, tokens = loads[:-2], loads[-2], loads[-1]
+            num = len(tokens_E)
+            share_E = tokens_E / (tokens * self._top_k)
+            numbers = {
+                "load_max_ratio": share_E.max() * num,
+                "load_min_ratio": share_E.min() * num,
+                keys.DEAD_EXPERTS: (tokens_E == 0).sum(),
+                "entropy_ratio": entropies / tokens / math.log(num),
+                "load_entropy_ratio": torch.special.entr(share_E).sum() / math.log(num),
+            }
+            if name == self.pooled or sum(num_experts) <= MAX_EXPERT_KEYS:
+                numbers |= {f"expert_{expert}/load_ratio": share * num for expert, share in enumerate(share_E)}
+            taken |= {f"{keys.ROUTER}/{name}/{what}": number for what, number in numbers.items()}
         return taken
-
-    def _numbers(self, name: str, loads: Tensor, *, in_detail: bool) -> dict[str, Found]:
-        tokens_E, entropies, tokens = loads[:-2], loads[-2], loads[-1]
-        num_experts = len(tokens_E)
-        share_E = tokens_E / (tokens * self._top_k)
-        key = f"{keys.ROUTER}/{name}"
-        taken: dict[str, Found] = {
-            f"{key}/load_max_ratio": share_E.max() * num_experts,
-            f"{key}/load_min_ratio": share_E.min() * num_experts,
-            f"{key}/{keys.DEAD_EXPERTS}": (tokens_E == 0).sum(),
-            f"{key}/entropy_ratio": entropies / tokens / math.log(num_experts),
-            f"{key}/load_entropy_ratio": torch.special.entr(share_E).sum() / math.log(num_experts),
-        }
-        shares = enumerate(share_E if in_detail else ())
-        return taken | {f"{key}/expert_{expert}/load_ratio": share * num_experts for expert, share in shares}
 
 
 def _loads(logits_TE: Tensor, top_k: int) -> Tensor:

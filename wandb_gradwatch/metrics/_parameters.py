@@ -17,7 +17,7 @@ from .._measure.probe_values import ArrivedSums, ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part, world_size
 from ..snapshot import keys
 from ._forward_hooks import ModuleIndex
-from ._module_probe import Layout, ParameterProbe, ReadByProbe, SubjectProbe
+from ._module_probe import NO_OPTIMIZER, Layout, ParameterProbe, ReadByProbe, SubjectProbe
 from ._rows import check_names, dense, histograms_of, reals, square_of, widened, without_scale
 from ._rules import OutgrownUpdate
 
@@ -52,30 +52,28 @@ class ParameterHistograms(ParameterProbe):
                 self._found[f"{keys.PARAMETER_HISTOGRAMS}/{one.name}"] = histogram
 
 
-# The sums per parameter: its number of elements, and the sums of squares of the gradient, of gradient / sqrt(second
-# moment), of both bias-corrected moments (the second: its sum) and of the update; then those of each state tensor.
-_NUM, _GRADIENT, _STALE, _FIRST, _SECOND, _UPDATE = range(6)
-_NUM_SUMS: Final = 6
-
-
 @dataclass(frozen=True)
 class StateSums:
+    """The meaning of a parameter's number of elements, and the sums of squares of the gradient, of gradient /
+    sqrt(second moment), of both bias-corrected moments (the second: its sum), of the update, and of each state tensor.
+    """
+
     states: tuple[str, ...]  # names of the tensors in the optimizer's state
     eps: float  # of the optimizer; 0 if it has none
     of_every_rank = False
 
     @property
     def num_sums(self) -> int:
-        return _NUM_SUMS + len(self.states)
+        return 6 + len(self.states)
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
-        num = sums[_NUM]
-        found = {f"{name}_norm": math.sqrt(sums[_NUM_SUMS + index]) for index, name in enumerate(self.states)}
-        found["update_rms"] = root_of_ratio(sums[_UPDATE], num)
-        found[keys.STALE] = root_of_ratio(sums[_STALE], num)
-        found["coherence"] = sums[_FIRST] / sums[_SECOND] if sums[_SECOND] > 0 else math.nan
-        found["grad_eps_ratio"] = root_of_ratio(sums[_GRADIENT], num * self.eps**2)
-        return found
+        num, gradient, stale, first, second, update, *of_states = sums
+        return {f"{name}_norm": math.sqrt(square) for name, square in zip(self.states, of_states, strict=True)} | {
+            "update_rms": root_of_ratio(update, num),
+            keys.STALE: root_of_ratio(stale, num),
+            "coherence": first / second if second > 0 else math.nan,
+            "grad_eps_ratio": root_of_ratio(gradient, num * self.eps**2),
+        }
 
 
 class OptimizerState(ParameterProbe):
@@ -108,7 +106,7 @@ class OptimizerState(ParameterProbe):
     """
 
     logs, brings = frozenset({(keys.OPTIMIZER_STATE, keys.STALE)}), (OutgrownUpdate,)
-    needs_optimizer = True
+    unseen = NO_OPTIMIZER
 
     def __init__(self, match: NameFilter | None = None) -> None:
         super().__init__(match)
@@ -133,7 +131,7 @@ class OptimizerState(ParameterProbe):
             if (before := self._gradients.pop(tensor.name, None)) is None:
                 continue
             parts = {
-                name: reals(local_part(value).detach())
+                name: _local(value)
                 for name, value in sorted(state.items())
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.ndim
             }
@@ -164,6 +162,10 @@ def _with_states(tensors: Sequence[WatchedTensor]) -> Iterator[tuple[WatchedTens
             yield tensor, tensor.optimizer.state.get(tensor.held, {}), group_of.get(id(tensor.held), {})
 
 
+def _local(state: Tensor) -> Tensor:
+    return reals(local_part(state).detach())
+
+
 def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
     """Return a bias-corrected moment of an Adam-like optimizer; None for other optimizers and before the first step.
 
@@ -173,7 +175,7 @@ def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
     if not isinstance(moment, Tensor) or step is None or betas is None or "eps" not in group:
         return None
     step = step.to(wide_dtype(step.device)) if isinstance(step, Tensor) else float(step)
-    corrected: Tensor = reals(local_part(moment).detach()) / (1 - betas[place] ** step)
+    corrected: Tensor = _local(moment) / (1 - betas[place] ** step)
     return corrected
 
 
@@ -186,7 +188,7 @@ def _made_of(tensor: WatchedTensor, state: _Held, group: _Held) -> list[Tensor |
         assert divisor is not None
         update = first / (divisor.sqrt() + group["eps"])
     elif isinstance(tensor.optimizer, torch.optim.SGD) and buffer is not None and tensor.gradient is not None:
-        buffer = reals(local_part(buffer).detach())
+        buffer = _local(buffer)
         update = reals(tensor.gradient) + group["momentum"] * buffer if group.get("nesterov") else buffer
     return [first, second, update]
 

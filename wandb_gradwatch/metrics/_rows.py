@@ -175,7 +175,7 @@ class RowTally(Store[str, Tensor]):
         for (_, size), group in alike.items():
             rows_MC = torch.stack([rows[name] for name in group])
             values: dict[str, Sequence[Found]] = {name: STATISTICS[name](rows_MC.T).unbind() for name in self._numbers}
-            if self._has_histograms and self.reads_histograms and size > NUM_COLUMNS:
+            if self.reads_histograms and size > NUM_COLUMNS:
                 values[HISTOGRAM] = histograms_of(rows_MC, rows_MC[:, NUM_COLUMNS:])
             for index, name in enumerate(group):
                 for statistic, of_names in values.items():
