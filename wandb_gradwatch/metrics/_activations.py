@@ -87,6 +87,7 @@ class Activations(ForwardProbe):
         self.logs = frozenset((keys.ACTIVATION, statistic) for statistic in statistics)
         self.brings = (NonFiniteActivation,) if "num_nonfinite" in statistics else ()
         self._rows = self.collect(RowTally(statistics, dead_threshold))
+        self._has_histograms = HISTOGRAM in statistics
         self._source: dict[str, str] = {}  # by tensor name: the name under which the hook keeps the tensor's order
 
     def bind(self, models: ModuleIndex) -> None:
@@ -99,8 +100,7 @@ class Activations(ForwardProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
-        self._rows.measures_histograms = histogram_is_due or self._in_evaluation  # its sample is yet to come
-        self._rows.reads_histograms = histogram_is_due
+        self._histogram_is_due = histogram_is_due
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, hooked = (f"{name}.eval" if self._in_evaluation else name), name
@@ -135,12 +135,16 @@ class Activations(ForwardProbe):
     def _add(self, source: str, tensors: Mapping[str, Tensor]) -> None:
         self._seen_any = True
         self._source |= dict.fromkeys(tensors, source)
+        # The sample of an evaluation is yet to come, and may have histograms.
+        histogram = self._has_histograms and (self._histogram_is_due or self._in_evaluation)
         for device in dict.fromkeys(tensor.device for tensor in tensors.values()):
-            self._rows.measure({name: tensor for name, tensor in tensors.items() if tensor.device == device})
+            here = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
+            self._rows.measure(here, histogram=histogram)
 
     def take(self) -> Mapping[str, Found]:
         # In the order of the forward: re-entrant checkpointing measures its blocks in the order of the backward.
-        read = self._rows.read(lambda name: self._hooks.order[self._source[name]])
+        order = self._hooks.order
+        read = self._rows.read(lambda name: order[self._source[name]], histogram=self._histogram_is_due)
         return {f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in read}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
-from .._measure.elements import onto, wide_dtype
+from .._measure.elements import onto, upload, wide_dtype
 from .._measure.measure import measure
 from .._measure.probe_values import ArrivedSums, ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part, world_size
@@ -229,9 +229,7 @@ class _SharedVector:
         product_N = np.array(sums[5:])
         length = float(np.linalg.norm(product_N))
         if version == num * self._version and 0 < length < math.inf:
-            vector_N = torch.from_numpy(product_N / length).to(self._vector_N.dtype)
-            device = self._vector_N.device
-            self._vector_N = onto(vector_N.pin_memory() if device.type == "cuda" else vector_N, device)
+            self._vector_N = upload(product_N / length, self._vector_N.device).to(self._vector_N.dtype)
             self._version += 1
         if version < num * _FIRST_MERGED:
             return None
