@@ -136,13 +136,10 @@ class OptimizerState(ParameterProbe):
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.ndim
             }
             first, second, update = _made_of(tensor, state, group)
-            squares = (None if one is None else one.square() for one in (first, update, *parts.values()))
-            of_first, *of_others = squares
+            squares = [None if one is None else one.square() for one in (first, update, *parts.values())]
+            squares.insert(1, second)  # the second moment consists of squares already
             missing = torch.full((), torch.nan, dtype=before.dtype, device=before.device)
-            sums = [
-                missing if one is None else onto(one.sum(dtype=before.dtype), before.device)
-                for one in (of_first, second, *of_others)
-            ]
+            sums = [missing if s is None else onto(s.sum(dtype=before.dtype), before.device) for s in squares]
             eps = group.get("eps", 0.0)
             meaning = StateSums(tuple(parts), eps if isinstance(eps, float) else 0.0)
             key = f"{keys.OPTIMIZER_STATE}/{tensor.name}"
@@ -198,7 +195,6 @@ _NAMES: Final = ("largest_singular_value", "stable_rank")
 _FIRST_ITERATIONS: Final = 20  # from a random vector; later samples continue from the previous sample's vector
 _FIRST_MERGED: Final = 8  # the same for sharded matrices, where each iteration takes a merge over ranks
 _PRODUCT_EVERY: Final = 50  # samples; the largest distance between two products
-_SEED: Final = 1234
 
 
 class _SharedVector:
@@ -208,10 +204,9 @@ class _SharedVector:
     sums from different versions are discarded.
     """
 
-    def __init__(self, size: int, like: Tensor, num_ranks: int, num_replicas: int) -> None:
-        self._vector_N = _random(size, like)
+    def __init__(self, part_MN: Tensor, layout: Layout) -> None:
+        self._vector_N, self._layout = _random(part_MN), layout
         self._version = 0
-        self._num_ranks, self._num_replicas = num_ranks, num_replicas
 
     def sums(self, part_MN: Tensor, *, with_product: bool) -> Tensor:
         """Return what this rank's rows add: 1, version, version^2, |A v|^2 and |A|_F^2; on request also A^T A v."""
@@ -224,7 +219,7 @@ class _SharedVector:
     def advance(self, sums: Sequence[float]) -> tuple[float, float] | None:
         """Return largest singular value and stable rank, or None if unknown; continue from a new product."""
         num, version, version_sq, image_sq, norm_sq = sums[:5]
-        if num != self._num_ranks or num * version_sq != version**2:
+        if num != self._layout.num_ranks or num * version_sq != version**2:
             return None
         product_N = np.array(sums[5:])
         length = float(np.linalg.norm(product_N))
@@ -233,7 +228,7 @@ class _SharedVector:
             self._version += 1
         if version < num * _FIRST_MERGED:
             return None
-        return math.sqrt(image_sq / self._num_replicas), norm_sq / image_sq if image_sq > 0 else math.nan
+        return math.sqrt(image_sq / self._layout.num_replicas), norm_sq / image_sq if image_sq > 0 else math.nan
 
 
 class Spectrum(SubjectProbe, ParameterProbe):
@@ -314,7 +309,7 @@ class Spectrum(SubjectProbe, ParameterProbe):
         if any(dim > 0 for dim, _, _ in layout.cuts):  # ranks hold columns: transpose, so that they hold rows
             matrix_MN = matrix_MN.T
         if key not in self._shared:
-            self._shared[key] = _SharedVector(matrix_MN.shape[1], matrix_MN, layout.num_ranks, layout.num_replicas)
+            self._shared[key] = _SharedVector(matrix_MN, layout)
         sums = self._shared[key].sums(matrix_MN, with_product=self._has_product)
         self._found[f"{key}/spectrum"] = ProbeSums(sums, ReadByProbe(len(sums)))
 
@@ -322,7 +317,7 @@ class Spectrum(SubjectProbe, ParameterProbe):
         """Return the largest singular value and the stable rank: [2]; for a matrix of zeros 0 and NaN."""
         vector_N, num_iterations = self._vectors.get(key), 1
         if vector_N is None or len(vector_N) != matrix_MN.shape[1] or vector_N.device != matrix_MN.device:
-            vector_N, num_iterations = _random(matrix_MN.shape[1], matrix_MN), _FIRST_ITERATIONS
+            vector_N, num_iterations = _random(matrix_MN), _FIRST_ITERATIONS
         start_N = vector_N
         for _ in range(num_iterations):
             image_N = _unit(matrix_MN.T @ _unit(matrix_MN @ vector_N))
@@ -334,10 +329,10 @@ class Spectrum(SubjectProbe, ParameterProbe):
         return torch.stack([sigma_sq.sqrt(), rank])
 
 
-def _random(size: int, like: Tensor) -> Tensor:
-    """Return the same vector of length 1 on every rank, without touching the training's random number generators."""
-    generator = torch.Generator("cpu").manual_seed(_SEED)
-    return onto(_unit(torch.randn(size, generator=generator, dtype=like.dtype)), like.device)
+def _random(matrix_MN: Tensor) -> Tensor:
+    """Return the same vector [N] of length 1 on every rank, without touching the training's random generators."""
+    generator = torch.Generator("cpu").manual_seed(1234)
+    return onto(_unit(torch.randn(matrix_MN.shape[1], generator=generator, dtype=matrix_MN.dtype)), matrix_MN.device)
 
 
 def _unit(vector: Tensor) -> Tensor:
