@@ -163,7 +163,7 @@ def test_the_state_is_plain_and_a_copy(tmp_path: Path) -> None:
     np.testing.assert_equal(loaded, callback.state_dict())  # rules store missing values as NaN
     other = GradWatchCallback(sample_every=1)
     other.load_state_dict(loaded)
-    other._epoch_stats["grad_norm"] = (99, 0.0)
+    other._epoch["stats"]["grad_norm"] = (99, 0.0)
     np.testing.assert_equal(loaded, callback.state_dict())
 
 

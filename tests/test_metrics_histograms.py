@@ -98,10 +98,9 @@ def test_a_sample_with_one_forward_measured_without_a_histogram_has_no_histogram
     rows = RowTally(["norm", "histogram"])
     rows.measure({"a": torch.tensor([3.0])})  # the previous sample was still open, and had no histogram
     rows.settle()
-    rows.measures_histograms = rows.reads_histograms = True
-    rows.measure({"a": torch.tensor([4.0]), "b": torch.tensor([1.0])})
+    rows.measure({"a": torch.tensor([4.0]), "b": torch.tensor([1.0])}, histogram=True)
     rows.settle()
-    found = {(name, statistic): value for name, statistic, value in rows.read()}
+    found = {(name, statistic): value for name, statistic, value in rows.read(histogram=True)}
     assert found["a", "norm"].item() == 5
     assert set(found) == {("a", "norm"), ("b", "norm"), ("b", "histogram")}
 

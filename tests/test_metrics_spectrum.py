@@ -14,6 +14,7 @@ from metric_rank_programs import spectrum as spectrum_of
 from torch import nn
 
 from wandb_gradwatch.metrics import Spectrum
+from wandb_gradwatch.metrics._module_probe import Layout
 from wandb_gradwatch.metrics._parameters import _SharedVector
 
 
@@ -142,7 +143,7 @@ def test_flat_shards_have_no_spectrum_and_a_message_says_so() -> None:
 
 
 def test_ranks_that_have_used_different_vectors_are_left_out() -> None:
-    shared = _SharedVector(2, torch.ones(1), num_ranks=2, num_replicas=1)
+    shared = _SharedVector(torch.ones(1, 2), Layout(((0, 2, 0),), num_ranks=2))
     shared._version = 9
     # The sums over all ranks are |A v|^2 = 4 and |A|_F^2 = 12: a singular value of 2 and a stable rank of 3.
     assert shared.advance([2, 18, 162, 4, 12]) == (2, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wandb_gradwatch._capture.measurer import _MAX_UNREAD, DeviceLag, DeviceTimer
+from wandb_gradwatch._capture.measurer import _MAX_UNREAD, DeviceTimer, device_lag
 from wandb_gradwatch._runtime.error_boundary import ErrorBoundary
 
 CUDA, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
@@ -53,7 +53,7 @@ class Stream:
 
 def test_the_hosts_time_counts_only_if_the_device_has_waited_for_it() -> None:
     device, boundary = Device(), ErrorBoundary(lambda error: None)
-    boundary.lag = DeviceLag(device.event, Stream)
+    boundary.lag = device_lag(device.event, Stream)
     device.queued_at, device.now = 5, 4  # the device still works on what was queued before
     boundary.run(lambda: boundary.run(lambda: None))
     assert boundary.seconds_spent == 0
@@ -69,15 +69,12 @@ def test_the_hosts_time_counts_only_if_the_device_has_waited_for_it() -> None:
 
 
 def test_an_error_of_the_device_does_not_leave_the_monitor() -> None:
-    class Broken:
-        def begin(self) -> None: ...
-
-        def hides(self) -> bool:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+    def is_busy() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
 
     reported: list[Exception] = []
     boundary = ErrorBoundary(reported.append)
-    boundary.lag = Broken()
+    boundary.lag = lambda: is_busy
     assert boundary.run(lambda: 1) is None
     assert [str(error) for error in reported] == ["CUDA error: device-side assert triggered"]
     assert boundary.stopped

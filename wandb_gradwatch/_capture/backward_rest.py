@@ -54,13 +54,10 @@ class BackwardRest(Rest):
 
         A backward has ended or, with `marked`, the user has called mark_step().
         """
-        parts = self._parts
-        if self._num_alike < REGULAR or parts.thread.has_company or not self._is_possible():
-            return False
-        if marked or self._inside_backward:
-            return True
         # DistributedDataParallel writes to the gradients once more, which looks like a reset.
-        return parts.by_hand.proven and world_size() == 1
+        if not (marked or self._inside_backward or (self._parts.by_hand.proven and world_size() == 1)):
+            return False
+        return self._num_alike >= REGULAR and not self._parts.thread.has_company and self._is_possible()
 
     def begin(self, *, marked: bool = False) -> bool:
         """Turn the hooks off. Returns False if no parameter can be a witness of the backwards to come."""

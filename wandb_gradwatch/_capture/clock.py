@@ -45,7 +45,7 @@ class SampleClock:
     ever_stepped: set[int] = field(default_factory=set)
     _inside_backward: bool = False  # an optimizer stepped inside a backward that has not ended
     _skipped: bool = False
-    _previous: frozenset[int] = frozenset()  # the optimizers of the previous sample
+    previous: frozenset[int] = frozenset()  # the optimizers of the previous sample
     marked_before: frozenset[int] = frozenset()  # the slots marked in the previous sample
     # Slots that were marked but not updated when another optimizer stepped: their gradients may be old.
     waited_for: set[int] = field(default_factory=set)
@@ -61,7 +61,7 @@ class SampleClock:
     @property
     def last_step(self) -> int:
         """The number of the last step, also of one whose sample only waits for optimizers that are not known."""
-        is_made = self.stepped and self._previous <= self.stepped and self._waiting().isdisjoint(self.owner)
+        is_made = self.stepped and self.previous <= self.stepped and self._waiting().isdisjoint(self.owner)
         return self.step + bool(is_made and not self._inside_backward)
 
     def own(self, optimizer: int, slots: frozenset[int]) -> None:
@@ -83,7 +83,7 @@ class SampleClock:
         else:
             del self.owned[optimizer]
         self.ever_stepped.discard(optimizer)
-        self._previous -= {optimizer}
+        self.previous -= {optimizer}
 
     def backward_begins(self) -> Closed | None:
         """A backward begins: close the open sample if an optimizer has stepped in it."""
@@ -101,11 +101,11 @@ class SampleClock:
     def is_late(self, optimizer: int) -> bool:
         """Whether this optimizer, which had no part in the last closed sample, steps without a backward since then."""
         is_fresh = not self.stepped and not self.marked and not self.backwards
-        return is_fresh and self.num_closed > 0 and optimizer not in self._previous
+        return is_fresh and self.num_closed > 0 and optimizer not in self.previous
 
     def join(self, optimizer: int) -> None:
         """Add a late optimizer to those of the last closed sample."""
-        self._previous |= {optimizer}
+        self.previous |= {optimizer}
 
     def step_ended(self, optimizer: int, *, skipped: bool = False, inside_backward: bool = False) -> Closed | None:
         """An optimizer has stepped, or loss scaling has skipped its step: close the sample if it is complete."""
@@ -119,10 +119,6 @@ class SampleClock:
         """Close the open sample if an optimizer has stepped in it."""
         return self.update() if self.stepped else None
 
-    def counted(self, stepped: frozenset[int]) -> None:
-        """Set which optimizers made the last sample that was only counted; a late one may still join it."""
-        self._previous = stepped
-
     def discard(self) -> None:
         """Forget the marks and backwards of the open sample."""
         self.marked.clear()  # in place: the hooks hold this set
@@ -134,7 +130,7 @@ class SampleClock:
         self.num_closed, self.marked_before = 0, frozenset()
 
     def _is_complete(self) -> bool:
-        if not self._previous <= self.stepped:
+        if not self.previous <= self.stepped:
             return False
         waiting = self._waiting()
         self.waited_for |= waiting
@@ -152,8 +148,8 @@ class SampleClock:
         self.step, self.num_closed = self.step + 1, self.num_closed + 1
         stepped, marked = frozenset(self.stepped), frozenset(self.marked)
         closed = Closed(self.step, stepped, marked, self._skipped, self._inside_backward)
-        self.takes_turns |= bool(self._previous and closed.stepped and self._previous.isdisjoint(closed.stepped))
-        self._previous, self.marked_before = closed.stepped, closed.marked
+        self.takes_turns |= bool(self.previous and closed.stepped and self.previous.isdisjoint(closed.stepped))
+        self.previous, self.marked_before = closed.stepped, closed.marked
         self.stepped, self._inside_backward, self._skipped = set(), False, False
         self.discard()
         return closed

@@ -6,7 +6,7 @@ clipped, unscaled or replaced since. Writes through `.data` are the exception: t
 
 import itertools
 import sys
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -97,27 +97,22 @@ class GradientVersions:
     """Remembers the state of the open sample's gradients, by slot."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, int] = {}  # slot -> state when it was last looked at
+        self.states: dict[int, int] = {}  # slot -> state of its gradient when it was last looked at in the open sample
         self._unmeasured: set[int] = set()  # slots that were looked at but not measured
-
-    @property
-    def slots(self) -> KeysView[int]:
-        """The slots whose gradients have been looked at in the open sample."""
-        return self._seen.keys()
 
     def clear(self) -> None:
         """Forget all gradients: a new sample is open."""
-        self._seen, self._unmeasured = {}, set()
+        self.states, self._unmeasured = {}, set()
 
     def remember(self, slots: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Record that these gradients, [N] each, have been measured as they are now."""
-        self._seen.update(zip(slots, look_at(gradients), strict=True))
+        self.states.update(zip(slots, look_at(gradients), strict=True))
         self._unmeasured.difference_update(slots)
 
     def note(self, entries: Iterable[Entry]) -> None:
         """Look at the gradients of these parameters without measuring them."""
         present = {slot: gradient for slot, parameter in entries if (gradient := parameter.grad) is not None}
-        self._seen.update(zip(present, look_at(present.values()), strict=True))
+        self.states.update(zip(present, look_at(present.values()), strict=True))
         self._unmeasured.update(present)
 
     def writes(self, entries: Iterable[Entry]) -> dict[int, int]:
@@ -127,7 +122,7 @@ class GradientVersions:
         """
         found: dict[int, int] = {}
         for slot, parameter in entries:
-            if (seen := self._seen.get(slot)) is not None:
+            if (seen := self.states.get(slot)) is not None:
                 gradient = parameter.grad
                 if gradient is None or (seen ^ getattr(gradient, _SEEN, 0)) > _NEVER:
                     found[slot] = REPLACED
@@ -139,19 +134,19 @@ class GradientVersions:
         """Sort parameters by the state of their gradients. Inside a backward all gradients count as not measured."""
         entries = list(entries)
         states = _states_of([parameter.grad for _, parameter in entries])
-        if not (inside_backward or self._unmeasured) and [self._seen.get(slot) for slot, _ in entries] == states:
+        if not (inside_backward or self._unmeasured) and [self.states.get(slot) for slot, _ in entries] == states:
             return Inspection(unchanged=entries)  # the usual case
         found = Inspection()
         for entry, state in zip(entries, states, strict=True):
             slot = entry[0]
             if state == _NOTHING:
-                if slot in self._seen:
+                if slot in self.states:
                     found.gone.append(slot)
             elif inside_backward:
                 found.late.append(entry)
-            elif slot not in self._seen:
+            elif slot not in self.states:
                 found.unclear.append(entry)
-            elif state == self._seen[slot]:
+            elif state == self.states[slot]:
                 (found.late if slot in self._unmeasured else found.unchanged).append(entry)
             else:
                 (found.unclear if slot in self._unmeasured else found.changed).append(entry)

@@ -71,31 +71,23 @@ class DeviceTimer:
         return max(self._seconds.values(), default=0.0)
 
 
-class DeviceLag:
-    """Tells whether the current CUDA device was busy with earlier work all the while the monitor's code ran.
+def device_lag(
+    make_event: Callable[[], Any] = Event, current_stream: Callable[[], Any] = torch.cuda.current_stream
+) -> Callable[[], Callable[[], bool]]:
+    """Return `ErrorBoundary.lag` for the current CUDA device.
 
-    An event is recorded when the code begins. If the device has not reached it when the code ends, the device has not
-    waited for the host in between, and the host's time has not delayed the training.
+    An event is recorded when the monitor's code begins. If the device has not reached it when the code ends, the device
+    has not waited for the host in between, and the host's time has not delayed the training.
     """
+    events: dict[torch.device, Any] = {}  # an event belongs to its first device
 
-    def __init__(
-        self, make_event: Callable[[], Any] = Event, current_stream: Callable[[], Any] = torch.cuda.current_stream
-    ) -> None:
-        self._make_event, self._current_stream = make_event, current_stream
-        self._events: dict[torch.device, Any] = {}  # an event belongs to its first device
-        self._event: Any = None
+    def begin() -> Callable[[], bool]:
+        stream = current_stream()
+        event = events.get(stream.device) or events.setdefault(stream.device, make_event())
+        event.record(stream)
+        return lambda: not event.query()
 
-    def begin(self) -> None:
-        """The monitor's code begins."""
-        stream = self._current_stream()
-        if stream.device not in self._events:
-            self._events[stream.device] = self._make_event()
-        self._event = self._events[stream.device]
-        self._event.record(stream)
-
-    def hides(self) -> bool:
-        """Whether the device has been busy since `begin()`."""
-        return self._event is not None and not self._event.query()
+    return begin
 
 
 class _Group(NamedTuple):
@@ -112,16 +104,10 @@ class _Group(NamedTuple):
 class Measurer:
     """Measures gradients of the open sample, writes their rows to the window and remembers their versions."""
 
-    def __init__(self, parts: CaptureParts, config: CaptureConfig, timer: DeviceTimer) -> None:
-        self._parts, self._config, self._timer = parts, config, timer
+    def __init__(self, parts: CaptureParts, config: CaptureConfig) -> None:
+        self._parts, self._config, self.timer = parts, config, DeviceTimer()
         self._window, self._seen, self._loss_scale = parts.window, parts.seen, parts.loss_scale
         self.eps = 0.0  # the coarsest machine epsilon among gradients measured twice in the open sample
-
-    def begin_sample(self) -> None:
-        """Forget the gradients of the previous sample."""
-        self.eps = 0.0
-        self._seen.clear()
-        self._loss_scale.assumed.clear()
 
     def measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
         """Measure gradients that are not clipped yet, and, if whole rows are read, their parameters; tell the probes.
@@ -141,8 +127,8 @@ class Measurer:
                 self._window.set_loss_scale(scale)
                 inverse_scale = onto(scale.double().reciprocal(), device)
             if device.type == "cuda" and self._parts.boundary.lag is None:
-                self._parts.boundary.lag = DeviceLag()
-            with self._timer.on(device):
+                self._parts.boundary.lag = device_lag()
+            with self.timer.on(device):
                 measurement = measure(
                     gradients,
                     theirs if has_parameters else None,
@@ -179,7 +165,7 @@ class Measurer:
         backend = self._config.backend
         for _, device, slots, _, gradients, _ in self._groups(present):
             inverse_scale = pending_inverse_scale(optimizer, device)
-            with self._timer.on(device):
+            with self.timer.on(device):
                 received = (
                     measure(gradients, None, inverse_scale=inverse_scale, backend=backend).rows
                     if whole

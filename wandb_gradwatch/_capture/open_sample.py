@@ -44,7 +44,9 @@ class OpenSample:
 
     def _forget_gradients(self) -> None:
         """Forget the gradients measured so far; what probes measured in the forward stays in the sample."""
-        self._measurer.begin_sample()
+        self._measurer.eps = 0.0
+        self._parts.seen.clear()
+        self._parts.loss_scale.assumed.clear()
         self._presumed: set[int] = set()  # slots marked only because a gradient is present, by no hook
         # Slots whose gradients looked unmodified but were compared by value: at the step, and before torch's clipping.
         self._compared: tuple[int, ...] = ()
@@ -145,11 +147,11 @@ class OpenSample:
         """
         if not self._parts.rows_are_read:
             return
-        self._tell(Probe.after_update, None)
-        unseen = [(slot, p) for slot, p in entries if p.grad is not None and slot not in self._parts.seen.slots]
+        self.tell_of_update(Probe.after_update, None)
+        unseen = [(slot, p) for slot, p in entries if p.grad is not None and slot not in self._parts.seen.states]
         if put_there := self._without_backward(unseen)[0]:
             self._measure_put_there(put_there, None)
-        measured = set(self._parts.seen.slots)
+        measured = set(self._parts.seen.states)
         found = self._parts.seen.inspect((e for e in entries if e[0] in measured), inside_backward=False)
         if found.changed:
             self._measurer.measure_received(found.changed, None, whole=True)
@@ -180,7 +182,7 @@ class OpenSample:
             self._measurer.measure(replaced, received_by=optimizer)
         modified = found.changed
         if masters is not None:
-            slots = parts.optimizers.slots(optimizer).intersection(self._parts.seen.slots)
+            slots = parts.optimizers.slots(optimizer).intersection(self._parts.seen.states)
             modified = [(slot, master) for slot, master in masters if slot in slots and master.grad is not None]
             if hidden := sorted(slots.difference(slot for slot, _ in modified)):
                 parts.window.hide_received(hidden)
@@ -234,7 +236,7 @@ class OpenSample:
         for slot, parameter in unclear:
             gradient = parameter.grad
             assert gradient is not None
-            told_of = slot in parts.clock.marked - self._presumed or slot in self._parts.seen.slots
+            told_of = slot in parts.clock.marked - self._presumed or slot in self._parts.seen.states
             is_old = told_of or slot in parts.clock.waited_for
             put_there = is_new(gradient) and not is_old and parts.would_tell(parameter)
             sorted_out[not put_there].append((slot, parameter))
@@ -286,13 +288,11 @@ class OpenSample:
         if not abs(rate) <= abs(self._learning_rate) and not math.isnan(rate):
             self._learning_rate = rate
         if self._parts.probes.active:
-            self._tell(Probe.before_update, optimizer)
+            self.tell_of_update(Probe.before_update, optimizer)
 
-    def after_update(self, optimizer: Optimizer) -> None:
-        """Tell the probes that the optimizer has updated its parameters."""
-        self._tell(Probe.after_update, optimizer)
-
-    def _tell(self, moment: Callable[[Probe, Sequence[WatchedTensor]], None], optimizer: Optimizer | None) -> None:
+    def tell_of_update(
+        self, moment: Callable[[Probe, Sequence[WatchedTensor]], None], optimizer: Optimizer | None
+    ) -> None:
         """Tell the probes of an update by this optimizer, or by hand if it is None."""
         parts = self._parts
         if parts.probes.active and parts.schedule.is_sampled:
@@ -328,7 +328,7 @@ class OpenSample:
         parts = self._parts
         updated = parts.optimizers.updated_by(closed.stepped)
         if updated:  # gradients of parameters that no optimizer updated are missing
-            not_stepped = sorted(set(parts.seen.slots).difference(*updated))
+            not_stepped = sorted(set(parts.seen.states).difference(*updated))
             if not_stepped:
                 parts.window.clear(not_stepped)
                 parts.optimizers.left_out.update(closed.marked.intersection(not_stepped))
@@ -348,7 +348,10 @@ class OpenSample:
         Whether they were finite is known when their rows arrive. Finite ones were another use of a backward (SAM).
         """
         parts = self._parts
-        if not parts.is_measured or parts.by_hand.possible or not self._were_reset(has_accumulated):
+        if not parts.is_measured or parts.by_hand.possible:
+            return
+        writes = parts.seen.writes(parts.registry.scan() if parts.seen.states else ())
+        if not were_reset(writes.values(), has_accumulated=has_accumulated):
             return
         if parts.schedule.is_sampled:
             sample = Sample(parts.clock.open_step, skipped=True, updated=(), left_out=True)
@@ -357,9 +360,3 @@ class OpenSample:
             parts.window.discard()
         self._forget_gradients()
         self.was_reset = True
-
-    def _were_reset(self, has_accumulated: bool) -> bool:
-        """Whether most of the gradients that the last backward left have been reset."""
-        seen = self._parts.seen
-        writes = seen.writes(self._parts.registry.scan() if seen.slots else ())
-        return were_reset(writes.values(), has_accumulated=has_accumulated)

@@ -142,7 +142,10 @@ class Probes:
         return found
 
     def _add(self, probe: Probe, found: dict[str, Found]) -> None:
-        taken = _checked(probe.take())
+        taken = probe.take()
+        for key, value in taken.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise TypeError(f"a probe must return one number for each key, but {key!r} has shape {[*value.shape]}")
         if not self._has_said_twice and (twice := found.keys() & taken.keys()):
             self._has_said_twice = True
             logger.warning(
@@ -197,10 +200,3 @@ class Probes:
         )
         with contextlib.suppress(Exception):  # a failed probe may fail again here; its first error is logged
             probe.close()
-
-
-def _checked(found: Mapping[str, Found]) -> Mapping[str, Found]:
-    for key, value in found.items():
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise TypeError(f"a probe must return one number for each key, but {key!r} has shape {[*value.shape]}")
-    return found

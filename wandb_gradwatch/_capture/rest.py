@@ -151,7 +151,7 @@ class StepRest(Rest):
 
     def _turn_hooks_on(self, *, before_step: bool) -> None:
         if self._clock.step > self._first_step:
-            self._clock.counted(self._made_last)
+            self._clock.previous = self._made_last  # a late optimizer may still join the last counted sample
         entries = self._parts.follow()
         if self._has_found:
             self._parts.schedule.sample_now()

@@ -27,10 +27,11 @@ from .backward_rest import BackwardRest
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
 from .hooks import BackwardHooks
-from .measurer import DeviceTimer, Measurer
+from .measurer import Measurer
 from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
+from .probes import Probe
 from .rest import Rest, StepRest
 from .scaling import SCALERS
 from .schedule import RankPlans
@@ -58,8 +59,7 @@ class Sampler(Listener):
         self.parts = parts = CaptureParts(registry, window, config, boundary, self._hooks)
         self._clock, self._schedule = parts.clock, parts.schedule
         self._guard, self._by_hand = parts.guard, parts.by_hand
-        self._timer = DeviceTimer()
-        self._measurer = Measurer(parts, config, self._timer)
+        self._measurer = Measurer(parts, config)
         self._sample = OpenSample(parts, self._measurer)
         self._step_rest = StepRest(parts, self._sample)
         self._backward_rest = BackwardRest(parts, self._sample)
@@ -101,7 +101,7 @@ class Sampler(Listener):
         if self._guard is not None:
             if not self.parts.thread.is_another:  # otherwise after_step() gives withheld gradients back
                 self._guard.release()
-            self._guard.stop_voting()
+            STEP_HOOKS.unsubscribe(self._guard)  # if the monitor has failed, it votes
         self.parts.probes.close()
 
     def _arrived(self, slot: int, parameter: Tensor) -> None:
@@ -133,7 +133,6 @@ class Sampler(Listener):
         if self.counter is not None:  # it has armed this call, or the user stops it
             self.end_counting()
             return
-        self.parts.wiring.backward_ended()
         by_hand, parts, reached = self._by_hand, self.parts, self._hooks.reached
         is_update = is_first_in_hooks = False
         if by_hand.possible:
@@ -160,7 +159,7 @@ class Sampler(Listener):
             self._commit(closed)
         if is_update:
             self._close_update_by_hand()
-        self.parts.wiring.without_a_step()
+        self.parts.wiring.backward_ended()
         self._deliver()
         if self._backward_rest.is_worth_it() and self._backward_rest.begin():
             self.counter = self._backward_rest
@@ -172,9 +171,6 @@ class Sampler(Listener):
         rest, self.counter = self.counter, None
         if rest is not None:
             rest.end(before_step=before_step)
-
-    def counting_failed(self, error: Exception) -> None:
-        self.boundary.fail(error)
 
     def follows(self, optimizer: Optimizer) -> bool:
         answer = self.parts.optimizers.known_to_follow(optimizer)
@@ -256,14 +252,14 @@ class Sampler(Listener):
     @contained
     def _after_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
         if SCALERS.last_used is not None:
-            SCALERS.steps_of(optimizer).end()
+            SCALERS.steps_of(optimizer).is_scalers = False
         key = self.parts.optimizers.key(optimizer)
         if self._joining == key:
             self._joining = None
             self._clock.join(key)
             return
         if self.parts.probes.active:
-            self._sample.after_update(optimizer)
+            self._sample.tell_of_update(Probe.after_update, optimizer)
         self.parts.wiring.stepped(optimizer, key)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
         if not inside_backward and current_graph_task() == -1 and self._step_rest.is_worth_it():
@@ -308,7 +304,7 @@ class Sampler(Listener):
             elif self.counter.finds_at_clipping():
                 self.end_counting()
         except Exception as error:
-            self.counting_failed(error)
+            self.boundary.fail(error)
         self._sample.before_clipping(parameters)
 
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
@@ -398,7 +394,7 @@ class Sampler(Listener):
 
     def _account(self) -> tuple[float, float, float]:
         """Return the seconds spent, and those of the host and of the device alone."""
-        host, device = self.boundary.seconds_spent + self.parts.probes.seconds_spent, self._timer.seconds()
+        host, device = self.boundary.seconds_spent + self.parts.probes.seconds_spent, self._measurer.timer.seconds()
         if self.counter is not None:
             host += self.counter.seconds_spent
         spent, last_host, last_device = self._settled

@@ -44,10 +44,6 @@ class ScaledSteps:
         if not self.is_scalers:
             self.scaler = None
 
-    def end(self) -> None:
-        """Record that the optimizer has stepped."""
-        self.is_scalers = False
-
 
 class GradScalers(Listeners):
     """Tracks which scaler is in use and which optimizers each scaler steps."""
@@ -164,8 +160,27 @@ class LossScale:
         self.assumed: dict[int, GradScaler | None] = {}
 
     def of(self, scaler: GradScaler | None, device: torch.device) -> Tensor | None:
-        """Return the scale of this scaler; for None the given one, on the device."""
-        return self._given_on(device) if scaler is None else scale_tensor(scaler)
+        """Return the scale of this scaler; for None the user's `loss_scale` for the open step, on the device."""
+        if scaler is not None:
+            return scale_tensor(scaler)
+        scale = self._given
+        if scale is None:  # the usual case
+            return None
+        if callable(scale) and not isinstance(scale, Tensor):
+            step = self._clock.open_step
+            if self._answer[0] != step:
+                try:
+                    self._answer = step, scale(step)
+                except Exception as error:  # of the user's function
+                    raise CallbackError from error
+            scale = self._answer[1]
+        if scale is None:
+            return None
+        if isinstance(scale, Tensor):
+            return onto(scale.detach().reshape(()), device)
+        if not isinstance(scale, Real) or not 0 < scale < math.inf:
+            raise CannotWatchError(f"loss_scale({self._answer[0]}) = {scale!r} must be a number above 0, and finite")
+        return torch.full((), scale, device=device)
 
     def scaler_of_slot(self, slot: int) -> GradScaler | None:
         """Return the scaler of this parameter's optimizer; while it is not known, the scaler last used."""
@@ -201,27 +216,6 @@ class LossScale:
                 before, after = self.of(assumed, one.device), self.of(actual, one.device)
                 factor = (one if before is None else before.double()) / (one if after is None else after.double())
                 yield [slot for slot, scaler in taken if scaler is assumed], factor, after
-
-    def _given_on(self, device: torch.device) -> Tensor | None:
-        """Return the user's `loss_scale` for the open step, on the device."""
-        scale = self._given
-        if scale is None:  # the usual case
-            return None
-        if callable(scale) and not isinstance(scale, Tensor):
-            step = self._clock.open_step
-            if self._answer[0] != step:
-                try:
-                    self._answer = step, scale(step)
-                except Exception as error:  # of the user's function
-                    raise CallbackError from error
-            scale = self._answer[1]
-        if scale is None:
-            return None
-        if isinstance(scale, Tensor):
-            return onto(scale.detach().reshape(()), device)
-        if not isinstance(scale, Real) or not 0 < scale < math.inf:
-            raise CannotWatchError(f"loss_scale({self._answer[0]}) = {scale!r} must be a number above 0, and finite")
-        return torch.full((), scale, device=device)
 
 
 def pending_inverse_scale(optimizer: Optimizer | None, device: torch.device) -> Tensor | None:

@@ -63,7 +63,7 @@ class Schedule:
             every = cadence.every(step)
             self.is_sampled, following = bool(every and step % every == 0), step + (every or 1)
         # If samples are further apart than flushes, a window needs several: the last is the one that fills it.
-        is_last = following > cadence.next_flush(step) and self._samples_in_window + 1 >= self._samples_needed
+        is_last = following > cadence.next_flush(step) and self._samples_in_window + 1 >= self._plan.samples_per_row
         is_compared_whole = not self.trusts_versions or self._num_samples < _COMPARED_SAMPLES
         steps = step - self._last_compared
         of_flushed = max(_COMPARED_WITHIN // steps, 1) if is_last and steps >= _COMPARED_EVERY else 0
@@ -84,14 +84,9 @@ class Schedule:
         # Neighbours, because their rows are a slice on the device, which needs no upload of indices.
         return unmodified[len(unmodified) * turn // one_in : len(unmodified) * (turn + 1) // one_in]
 
-    @property
-    def _samples_needed(self) -> int:
-        """The number of samples that make a window full."""
-        return self._plan.samples_per_row if self.is_open_ended else 1
-
     def window_is_full(self, step: int) -> bool:
         """Whether the window is flushed after this step, measured or not."""
-        return self._samples_in_window >= self._samples_needed and self._cadence.next_flush(step) == step
+        return self._samples_in_window >= self._plan.samples_per_row and self._cadence.next_flush(step) == step
 
     def wakes_at(self) -> int:
         """Return the next step that is sampled or ends a window: nothing is due at the steps before it."""

@@ -132,7 +132,7 @@ class Wiring:
         for carried, entries in self._carrying():
             writes = carried.seen.writes(entries)
             untouched = [local_part(p.grad) for slot, p in entries if not writes[slot] and p.grad is not None]
-            if not untouched or len(untouched) < len(carried.seen.slots) - has_accumulated:
+            if not untouched or len(untouched) < len(carried.seen.states) - has_accumulated:
                 carried.follow(())
             elif carried.nonzero is None:  # zeroing through `.data` shows only in the values
                 nonzero = [elements_of(gradient)[0].ne(0).any() for gradient in untouched]
@@ -140,9 +140,18 @@ class Wiring:
                 carried.nonzero = torch.stack([onto(one, home) for one in nonzero]).any()
 
     def backward_ended(self) -> None:
-        """Remember the gradients' new states: a backward has added to them."""
+        """Remember the gradients' new states; alert when many backwards have ended without an optimizer step."""
         for carried, entries in self._carrying():
             carried.seen.note(entries)
+        if self._clock.backwards == _PATIENCE_IN_BACKWARDS:
+            self._notices.alert(
+                "No gradient",
+                f"{_PATIENCE_IN_BACKWARDS} backwards have ended without an optimizer step that updates a watched "
+                "parameter.\nProbable cause: not clear: either step() is missing, or the optimizer holds other tensors "
+                "than the model. Remedy: call step() after backward(), and create the optimizer from the parameters of "
+                "the model that is trained.",
+                self._clock.open_step,
+            )
 
     def forget_gradients(self) -> None:
         """Forget the remembered gradients: the hooks are off, so a reset before the next backwards would be missed."""
@@ -151,31 +160,27 @@ class Wiring:
 
     def _carrying(self) -> Iterator[tuple[_Carried, list[Entry]]]:
         """Yield each entry of `_carried` that follows gradients, with their parameters."""
-        if some := [carried for carried in self._carried.values() if carried.seen.slots]:
+        if some := [carried for carried in self._carried.values() if carried.seen.states]:
             parameters = dict(self._parameter_registry.scan())
             for carried in some:
-                yield carried, [(slot, parameters[slot]) for slot in carried.seen.slots if slot in parameters]
+                yield carried, [(slot, parameters[slot]) for slot in carried.seen.states if slot in parameters]
 
     def about_to_step(self, key: int) -> None:
         """Record the fact that an optimizer is about to use gradients that were not reset since its last step."""
         carried = self._carried.get(key)
-        if carried is not None and carried.seen.slots and carried.nonzero is not None:
+        if carried is not None and carried.seen.states and carried.nonzero is not None:
             # Gradients that were assigned after the backward, as GradNorm's are, contain nothing of the step before.
             writes = carried.seen.writes(self._parameter_registry.scan())
             if any(number != REPLACED for number in writes.values()):
                 self._facts[keys.WIRING_CARRIED] = carried.nonzero.double()
 
-    def _look_for_frozen(self, marked: frozenset[int]) -> None:
-        """Scan the model when other parameters get gradients than before: some may be frozen, unfrozen or replaced."""
-        self._has_changed |= marked != self._marked_before
-        self._marked_before, self._samples_since_scan = marked, self._samples_since_scan + 1
-        if self._has_changed and self._samples_since_scan >= _SCAN_EVERY:
-            self._has_changed, self._samples_since_scan = False, 0
-            self._parameter_registry.scan()
-
     def sample_closed(self, marked: frozenset[int]) -> None:
         """Look for parameters that got a gradient in the closed sample but that no optimizer holds or updates."""
-        self._look_for_frozen(marked)
+        self._has_changed |= marked != self._marked_before
+        self._marked_before, self._samples_since_scan = marked, self._samples_since_scan + 1
+        if self._has_changed and self._samples_since_scan >= _SCAN_EVERY:  # some may be frozen, unfrozen or replaced
+            self._has_changed, self._samples_since_scan = False, 0
+            self._parameter_registry.scan()
         unowned = marked - self._clock.owner.keys()
         first, self._first_states = self._first_states, {}
         if unowned and unowned != self._known_unowned:  # checked again only when the set of such parameters changes
@@ -208,8 +213,18 @@ class Wiring:
         """Alert if parameters hold NaN or Inf after steps that were not measured. Waits for the device."""
         if not (self._clock.num_closed or self._clock.marked):
             self._nothing_was_seen()
-        if last_sample < self._clock.step and (broken := _slots_that_are_broken(self._parameter_registry.scan())):
-            self._parameters_are_broken(broken, last_sample)
+        registry = self._parameter_registry
+        if last_sample < self._clock.step and (broken := _slots_that_are_broken(registry.scan())):
+            self._notices.alert(
+                "NaN gradient",
+                f"NaN or Inf in {len(broken)} of {len(registry.names)} parameters: {registry.some_names(broken)}.\n"
+                f"What happened after step {last_sample} was not measured.\n"
+                "Probable cause: not clear: parameters became NaN or Inf in a step that was not measured. Remedy: load "
+                "the last good checkpoint and continue with guard='skip' or sample_every=1: the gradient of the first "
+                "bad step then shows whether the data, an operation or the optimizer caused it.",
+                self._clock.step,
+                "ERROR",
+            )
 
     def _nothing_was_seen(self) -> None:
         """Send a message if parameters are written to although neither a step nor a gradient was seen."""
@@ -221,32 +236,6 @@ class Wiring:
                 "the model is trained, but no gradient was seen: only gradients in .grad are measured, and "
                 "torch.autograd.grad() does not write there. Set parameter.grad before each update, and call "
                 "watcher.mark_step() after it.",
-            )
-
-    def _parameters_are_broken(self, slots: Sequence[int], last: int) -> None:
-        """Alert about parameters with NaN or Inf although the samples up to step `last` had none."""
-        registry = self._parameter_registry
-        self._notices.alert(
-            "NaN gradient",
-            f"NaN or Inf in {len(slots)} of {len(registry.names)} parameters: {registry.some_names(slots)}.\n"
-            f"What happened after step {last} was not measured.\n"
-            "Probable cause: not clear: parameters became NaN or Inf in a step that was not measured. Remedy: load "
-            "the last good checkpoint and continue with guard='skip' or sample_every=1: the gradient of the first "
-            "bad step then shows whether the data, an operation or the optimizer caused it.",
-            self._clock.step,
-            "ERROR",
-        )
-
-    def without_a_step(self) -> None:
-        """Alert when many backwards have ended in the open step without an optimizer step."""
-        if self._clock.backwards == _PATIENCE_IN_BACKWARDS:
-            self._notices.alert(
-                "No gradient",
-                f"{_PATIENCE_IN_BACKWARDS} backwards have ended without an optimizer step that updates a watched "
-                "parameter.\nProbable cause: not clear: either step() is missing, or the optimizer holds other tensors "
-                "than the model. Remedy: call step() after backward(), and create the optimizer from the parameters of "
-                "the model that is trained.",
-                self._clock.open_step,
             )
 
     def stepped_elsewhere(self) -> bool:

@@ -179,17 +179,13 @@ class StepSkipping(Listener):
     def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
         """After a failure of the monitor, keep voting: where ranks decide together, they wait for every rank.
 
-        Returns whether there may be anything to vote on; if so, `stop_voting()` ends it.
+        Returns whether there may be anything to vote on.
         """
         if world_size() == 1:
             return False
         self._slot_of_id = dict(slot_of_id)
         STEP_HOOKS.subscribe(self)
         return True
-
-    def stop_voting(self) -> None:
-        """Stop voting, because the watcher is removed. Further calls do nothing."""
-        STEP_HOOKS.unsubscribe(self)
 
     def follows(self, optimizer: Optimizer) -> bool:
         return bool(self._held_by(optimizer))

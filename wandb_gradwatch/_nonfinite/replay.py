@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._runtime.autograd import current_graph_task, replay
-from .._runtime.error_boundary import ErrorBoundary
+from .._runtime.error_boundary import ErrorBoundary, graph_is_captured
 from .._runtime.outputs import tensors_of
-from .._runtime.sharding import local_part, rank, world_size
+from .._runtime.sharding import has_shards, local_part, rank, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._runtime.wrappers import TransientHook, unwrapped
 from .search import logger, search, unchanged
@@ -69,8 +69,8 @@ class StepReplay(Listener):
         self._last_bad = -2  # the last bad step, so that each episode is replayed only once
         self._handles: list[RemovableHandle] = []
         for model in models:
-            self._handles.append(model.register_forward_pre_hook(_InTraining(self, self.began), with_kwargs=True))
-            self._handles.append(model.register_forward_hook(_InTraining(self, self.ended)))
+            self._handles.append(model.register_forward_pre_hook(TransientHook(self, self._began), with_kwargs=True))
+            self._handles.append(model.register_forward_hook(TransientHook(self, self._ended)))
         if not always:
             STEP_HOOKS.subscribe(self)
 
@@ -78,12 +78,16 @@ class StepReplay(Listener):
     def is_keeping(self) -> bool:
         return (self._always or self._is_armed) and not self._boundary.in_forked_child
 
+    @property
+    def is_open(self) -> bool:
+        return self.is_keeping and torch.is_grad_enabled() and not replay.is_running
+
     def close(self) -> None:
         """Remove the hooks and drop all inputs. Further calls do nothing."""
         STEP_HOOKS.unsubscribe(self)
-        while self._handles:
-            self._handles.pop().remove()
-        self._forwards.clear()
+        for handle in self._handles:
+            handle.remove()
+        self.forget()
 
     def arm(self) -> None:
         """Run the next step that begins with finite parameters once more, after an alert of NaN or Inf.
@@ -153,7 +157,9 @@ class StepReplay(Listener):
             self._note(int(step), found, True)
         self._is_asking = False
 
-    def began(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _began(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not model.training:
+            return
         del self._forwards[: max(len(self._forwards) - _MAX_FORWARDS + 1, 0)]
         restores = [partial(torch.set_rng_state, torch.get_rng_state())]
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -166,10 +172,10 @@ class StepReplay(Listener):
         )
         self._forwards.append(_Forward(weakref.ref(model), args, kwargs, tuple(restores), tuple(autocasts)))
 
-    def ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Register hooks that keep the gradients of the forward's outputs."""
         running = (one for one in reversed(self._forwards) if one.model() is model and not one.is_over)
-        if (forward := next(running, None)) is None:
+        if not model.training or (forward := next(running, None)) is None:
             return
         forward.is_over = True
         for place, tensor in enumerate(tensors_of(output)):
@@ -177,27 +183,15 @@ class StepReplay(Listener):
                 tensor.register_hook(partial(forward.gradients.__setitem__, place))  # type: ignore[no-untyped-call]
 
     def _is_possible(self) -> bool:
-        if current_graph_task() != -1 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if current_graph_task() != -1 or graph_is_captured():
             return False
         models = [model for forward in self._forwards if (model := forward.model()) is not None]
-        if world_size() > 1 and any(map(_waits_for_ranks, models)):
+        # A forward on this rank alone would hang where it waits for other ranks.
+        synchronized = (isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules())
+        if world_size() > 1 and (has_shards(models) or any(synchronized)):
             self._notice("replay", "a bad step is not run again: the forward of this model waits for other ranks")
             return False
         return True
-
-
-class _InTraining(TransientHook):
-    """Calls a method of a replay for each forward of the training, while the replay keeps inputs."""
-
-    def __init__(self, owner: StepReplay, method: Callable[[nn.Module, Any, Any], None]) -> None:
-        self._owner, self._method = owner, method
-
-    def __call__(self, module: nn.Module, args: Any, last: Any) -> None:
-        # This must be the first check: a compiler that traces the hook then sees a constant and adds no guard.
-        if torch.compiler.is_compiling() or not self._owner.is_keeping:
-            return
-        if torch.is_grad_enabled() and module.training and not replay.is_running:
-            self._method(module, args, last)
 
 
 def _run_again(forward: _Forward) -> Finding | None:
@@ -212,11 +206,3 @@ def _run_again(forward: _Forward) -> Finding | None:
         for autocast in forward.autocasts:
             stack.enter_context(autocast)
         return search(root, forward.args, forward.kwargs, gradients=forward.gradients)
-
-
-def _waits_for_ranks(model: nn.Module) -> bool:
-    """Return whether a forward on this rank alone would hang."""
-    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) or any(
-        local_part(parameter) is not parameter or type(parameter).__name__ == "FlatParameter"
-        for parameter in model.parameters()
-    )

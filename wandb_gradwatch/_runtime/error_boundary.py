@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -32,16 +32,6 @@ class CallbackError(Exception):
     """Wraps an exception of a user's callback, its `__cause__`, which must reach the training loop."""
 
 
-class DeviceLag(Protocol):
-    """Tells whether a device was busy with earlier work all the while the monitor's code ran on the host."""
-
-    def begin(self) -> None:
-        """The monitor's code begins."""
-
-    def hides(self) -> bool:
-        """Whether the device has been busy since `begin()`: then the host's time has not delayed the training."""
-
-
 class ErrorBoundary:
     """Runs the monitor's code: one call at a time, without autograd, and timed.
 
@@ -52,7 +42,10 @@ class ErrorBoundary:
         self.stopped = False
         self._process = os.getpid()
         self.seconds_spent = 0.0  # by which the host has delayed the training
-        self.lag: DeviceLag | None = None  # set if a device is used that works in parallel with the host
+        # Set if a device is used that works in parallel with the host: called when the monitor's code begins. It
+        # returns a function that tells whether the device has been busy with earlier work since then.
+        self.lag: Callable[[], Callable[[], bool]] | None = None
+        self._is_busy: Callable[[], bool] = lambda: False  # the newest of these functions
         self._failed = failed
         self.thread = TrainingThread()
         self.lock = threading.RLock()  # held while the monitor's code runs, and during the user's calls of its methods
@@ -87,7 +80,7 @@ class ErrorBoundary:
                     if self.thread.has_company:
                         self.thread.check_turns()
                     if self.lag is not None and not inside_another:
-                        self.lag.begin()
+                        self._is_busy = self.lag()
                     answer = function(*args, **kwargs)
                     is_hidden = not inside_another and self.is_hidden()
                     return answer
@@ -111,7 +104,7 @@ class ErrorBoundary:
 
     def is_hidden(self) -> bool:
         """Whether the time of the outermost call has cost nothing so far, because the device is behind the host."""
-        return self.lag is not None and self.lag.hides()
+        return self.lag is not None and self._is_busy()
 
     def fail(self, error: Exception) -> None:
         """Stop and report an error. Code that only counts steps calls this directly, because `run` would cost more.

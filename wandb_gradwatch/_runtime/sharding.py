@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-_FSDP1: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
-
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor."""
@@ -146,7 +144,7 @@ def _share_of(parameter: Tensor) -> _Share:
 
 
 def _fsdp1_units(models: Sequence[nn.Module]) -> Iterator[Any]:
-    fsdp1 = sys.modules.get(_FSDP1)
+    fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp1 is not None:
         for model in models:
             yield from (module for module in model.modules() if isinstance(module, fsdp1.FullyShardedDataParallel))
@@ -168,6 +166,11 @@ def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:
 def has_fsdp1(models: Sequence[nn.Module]) -> bool:
     """Whether FSDP1 shards any of these models."""
     return any(True for _ in _fsdp1_units(models))
+
+
+def has_shards(models: Sequence[nn.Module]) -> bool:
+    """Whether any parameter is sharded: as a DTensor (FSDP2, tensor parallel) or in a flat parameter (FSDP1)."""
+    return has_fsdp1(models) or any(is_sharded(parameter) for model in models for parameter in model.parameters())
 
 
 def fsdp1_flat_parameters(models: Sequence[nn.Module]) -> list[Tensor]:

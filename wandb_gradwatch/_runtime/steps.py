@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from .autograd import current_graph_task
-from .error_boundary import ADDED_FRAMES, dynamo_disabled
+from .error_boundary import ADDED_FRAMES, ErrorBoundary, dynamo_disabled
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -48,6 +48,7 @@ class Listener:
     """A subscriber to optimizer steps, gradient scalers or clipping functions, with methods that do nothing."""
 
     counter: StepCounter | None = None  # the listener is not called for steps that the counter counts
+    boundary: ErrorBoundary  # gets the exceptions of the counter
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer updates watched parameters. Called before every step, so it must be cheap."""
@@ -55,9 +56,6 @@ class Listener:
 
     def end_counting(self, *, before_step: bool = False) -> None:
         """Stop counting: `counter.ends` returned True, or an optimizer is about to step that is not counted."""
-
-    def counting_failed(self, error: Exception) -> None:
-        """Handle an exception of the counter."""
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         """Whether `outer` owns all parameters of `inner`, so that steps of `inner` inside its steps are ignored."""
@@ -204,7 +202,7 @@ class StepHooks(Listeners):
                 if (counter := listener.counter) is not None and counter.begins(optimizer):
                     continue
             except Exception as error:
-                listener.counting_failed(error)
+                listener.boundary.fail(error)
             if listener.follows(optimizer):
                 listener.end_counting(before_step=True)
                 listeners.append(listener)
@@ -242,7 +240,7 @@ class StepHooks(Listeners):
                 if (counter := listener.counter) is not None and counter.ends(optimizer):
                     listener.end_counting()
             except Exception as error:
-                listener.counting_failed(error)
+                listener.boundary.fail(error)
         if not self._under_way:
             return
         steps = self._stack.steps

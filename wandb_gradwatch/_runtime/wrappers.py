@@ -1,9 +1,10 @@
 """Wrappers around models (torch.compile, DDP, FSDP), and hooks that do not prevent copying or pickling a model."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Literal
 
+import torch
 from torch import Tensor, nn
 
 # Names of the child in which wrappers store the wrapped module. "module" is also an ordinary name, so it is stripped
@@ -59,11 +60,19 @@ def named_tensors(
 
 
 class TransientHook:
-    """A module hook that becomes a function without effect if it is copied, pickled or saved with its module.
+    """A module hook that calls a function while its owner `is_open`, and has no effect if it is copied or pickled.
 
     A closure would make these operations fail. The replacement is a function of the standard library, so that a saved
     model can be loaded where this package is not installed.
     """
+
+    def __init__(self, owner: Any, function: Callable[..., None]) -> None:
+        self._owner, self._function = owner, function
+
+    def __call__(self, *args: Any) -> None:
+        # This must be the first check: a compiler that traces the hook then sees a constant and adds no guard.
+        if not torch.compiler.is_compiling() and self._owner.is_open:
+            self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")

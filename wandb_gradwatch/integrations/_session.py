@@ -7,10 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from torch import nn
-
 from .._capture.parameter_registry import Models, with_prefixes
-from .._runtime.sharding import has_fsdp1, local_part, rank
+from .._runtime.sharding import has_shards, rank
 from .._watch import COMPANIONS, watch
 from .._watcher import Watcher
 from ..metrics._metric import rules_of
@@ -19,16 +17,17 @@ from ..sinks import Sink
 from ..snapshot import Snapshot, keys
 
 logger: Final = logging.getLogger("wandb_gradwatch")
+DEFAULT_LOG_EVERY: Final = 50  # steps, if the framework logs by epochs or not at all
 
 
 def require(*modules: str, extra: str) -> Any:
-    """Return the first of these modules that is already imported, otherwise the first that can be imported.
+    """Return the first of these modules that can be imported.
 
     Raises:
         ImportError: none of them can be imported; the message names the extra to install.
     """
     first: ImportError | None = None
-    for module in sorted(modules, key=lambda name: sys.modules.get(name) is None):
+    for module in modules:
         try:
             return importlib.import_module(module)
         except ImportError as error:
@@ -62,7 +61,6 @@ class Session:
         *,
         reserved: Iterable[str],  # arguments of watch() that the caller sets itself
         on_sample: Callable[[Snapshot], None] | None = None,  # None: samples are kept until `take`
-        adapt: Callable[[list[Rule]], list[Rule]] = list,  # changes the default rules; not used with the user's rules
     ) -> None:
         known = [name for name in inspect.signature(watch).parameters if name not in {"model", *reserved}]
         if unknown := [name for name in options if name not in known]:
@@ -74,7 +72,6 @@ class Session:
         self._arrived: list[Snapshot] = []
         # A rule without findings, because rules receive every sample once, in order, as soon as it is on the host.
         self._on_sample = rule(title="Each sample")(on_sample or self._arrived.append)
-        self._adapt = adapt
         self._memory: dict[str, Any] = {}  # state of the last watcher; {}: there was none
         self._is_loaded = False  # whether the state comes from a checkpoint and has not been used yet
         self._is_sharded = False
@@ -87,11 +84,13 @@ class Session:
         start_step: int = 0,  # used if no saved state contains the step
         goes_on: bool = False,  # True: continue the last training of this session, even if no checkpoint was loaded
         beside: Iterable[Watcher] = (),  # other watchers of the same model, which stay active
+        defaults: Callable[[], list[Rule]] = default_rules,  # not used with the user's rules
         sinks: Iterable[Sink] = (),  # in addition to the user's sinks and, on rank 0, to the log for alerts
         **more: Any,  # arguments of watch() that the caller sets
     ) -> None:
         """Begin to watch. If the whole model is frozen, warn once instead; later calls try again."""
-        if not any(parameter.requires_grad for parameter in _parameters_of(model)):
+        models = [module for _, module in with_prefixes(model)]
+        if not any(parameter.requires_grad for module in models for parameter in module.parameters()):
             if not self._said_frozen and rank() == 0:
                 self._said_frozen = True
                 logger.warning(
@@ -102,10 +101,10 @@ class Session:
         memory = self._memory if goes_on or self._is_loaded else {}
         rules = self.options.get("rules")
         if rules is None:  # watch() would add its defaults only for rules=None, but it receives self._on_sample
-            rules = self._adapt(default_rules() + rules_of(self.options.get("metrics") or ()))
+            rules = defaults() + rules_of(self.options.get("metrics") or ())
         options = {**self.options, **more, "rules": [*rules, self._on_sample]}
         options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([_AlertLog()] if rank() == 0 else [])]
-        self._is_sharded = is_sharded(model)
+        self._is_sharded = has_shards(models)
         companions = COMPANIONS.set(tuple(beside))
         try:
             self.watcher = watch(model, start_step=memory.get("step", start_step), **options)
@@ -176,10 +175,6 @@ class Session:
         self._memory, self._is_loaded = dict(state), True
 
 
-def _parameters_of(model: Models) -> Iterable[nn.Parameter]:
-    return (parameter for _, module in with_prefixes(model) for parameter in module.parameters())
-
-
 class Watching:
     """The base class of the frameworks' callbacks: it provides `watcher`."""
 
@@ -189,13 +184,6 @@ class Watching:
     def watcher(self) -> Watcher | None:
         """The Watcher of the current training; None between trainings."""
         return self._session.watcher
-
-
-def is_sharded(model: Models) -> bool:
-    """Whether parameters are sharded: as DTensors (FSDP2, tensor parallel) or as flat parameters (FSDP1)."""
-    return has_fsdp1([module for _, module in with_prefixes(model)]) or any(
-        local_part(parameter) is not parameter for parameter in _parameters_of(model)
-    )
 
 
 def is_due(sample: Snapshot, place: int, every: int) -> bool:

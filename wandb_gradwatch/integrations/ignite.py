@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from .._capture.parameter_registry import Models
+from .._capture.parameter_registry import Models, with_prefixes
 from .._capture.probes import WatchedTensor
-from .._guard.guard import DEFAULT_WINDOW, SkipGuard, judge_of_norms
+from .._guard.guard import DEFAULT_WINDOW, SkipGuard, judge_of_norms, raised_to_the_user
 from .._measure.measure import measure_received
-from .._runtime.error_boundary import CallbackError
+from .._runtime.sharding import has_shards
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot
-from ._session import Session, Watching, active_run, is_sharded, named, require
+from ._session import Session, Watching, active_run, named, require
 
 _Present = tuple[tuple[str, ...], tuple[bool, ...]]  # names, and which of them have a gradient
 
@@ -92,7 +92,7 @@ class GradWatch(Watching):
         reserved = ("run", "start_step", *(("guard",) if skip else ()))
         # Shown at once, so that handlers of ITERATION_COMPLETED, such as loggers, find the sample in the metrics.
         self._session = Session(
-            type(self).__name__, watch_options, reserved=reserved, on_sample=_while_alive(self._show, None)
+            type(self).__name__, watch_options, reserved=reserved, on_sample=_while_alive(self._show)
         )
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r} must be a positive number or None")
@@ -110,7 +110,7 @@ class GradWatch(Watching):
         self._judged: dict[_Present, tuple[float, bool]] = {}  # this iteration's norms; True: the norm is a spike
         self._is_updated = False
         # No limit on skipped steps in a row: a long series of spikes ends when their level becomes the usual one.
-        self._guard = SkipGuard(is_bad=_while_alive(self._is_bad, False), max_in_a_row=sys.maxsize)
+        self._guard = SkipGuard(is_bad=_while_alive(self._is_bad), max_in_a_row=sys.maxsize)
 
     def attach(self, engine: Any) -> "GradWatch":
         """Watch the model while this engine runs.
@@ -118,7 +118,7 @@ class GradWatch(Watching):
         Raises:
             ValueError: `skip=True` with a sharded model, of which no rank knows the whole norm before the update.
         """
-        if self._skip and is_sharded(self._model):
+        if self._skip and has_shards([module for _, module in with_prefixes(self._model)]):
             raise ValueError(
                 "GradWatch(skip=True) cannot judge a sharded model before its update, because each rank has only a "
                 "part of the gradient; pass skip=False"
@@ -182,7 +182,7 @@ class GradWatch(Watching):
         names, state = tuple(tensor.name for tensor in tensors), self._engine.state
         norm = _norm(tensors)
         state.metrics[f"{self._prefix}grad_norm"] = norm
-        try:
+        with raised_to_the_user():  # from the user's rule or callback
             exceeds = self._rule or (lambda norm: norm > self._usual.limit(names, np.array(mask)))
             spike = not norm < math.inf or bool(exceeds(norm))
             is_first = spike and not state.unhealthy_spike
@@ -190,8 +190,6 @@ class GradWatch(Watching):
             state.unhealthy_spike = state.unhealthy_spike or spike
             if is_first and self._on_spike is not None:
                 self._on_spike(self._engine)
-        except Exception as error:  # the user's rule or callback
-            raise CallbackError from error
 
     def _is_bad(self, snapshot: Snapshot) -> bool:
         """Whether the guard must withhold this update; the guard calls it before every update."""
@@ -219,10 +217,10 @@ class _NormProbe(ModuleProbe):
             owner._is_updated = True
 
 
-def _while_alive(method: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
-    """Call the method while its owner is alive, then return `otherwise`: a watcher must not keep a model alive."""
+def _while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Call the method while its owner is alive, and return None afterwards: a watcher must not keep a model alive."""
     weak = weakref.WeakMethod(method)
-    return lambda *args: otherwise if (alive := weak()) is None else alive(*args)
+    return lambda *args: (alive := weak()) and alive(*args)
 
 
 def _norm(tensors: Sequence[WatchedTensor]) -> float:

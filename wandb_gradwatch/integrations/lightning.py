@@ -17,23 +17,16 @@ import torch
 
 from .._capture.scaling import scale_tensor
 from .._measure.elements import onto
-from ..rules import ExplodingGradient, Rule
+from ..rules import ExplodingGradient, Rule, default_rules
 from ..sinks import WandbSink
 from ..snapshot import Snapshot
 from ..snapshot._arrays import last_present
-from ._session import Session, Watching, active_run, is_due, named, require
+from ._session import DEFAULT_LOG_EVERY, Session, Watching, active_run, is_due, named, require
 
-_DEFAULT_LOG_EVERY: Final = 50  # steps per window where no rows are written; alerts still need windows
-
-
-def _callback_class() -> Any:
-    """The Callback base class of each of the two packages that is imported; trainers before 2.6 check for theirs."""
-    packages = ("lightning.pytorch", "pytorch_lightning")
-    imported = tuple(module.Callback for name in packages if (module := sys.modules.get(name)) is not None)
-    return types.new_class("Callback", imported or (require(*packages, extra="lightning").Callback,))
-
-
-_Callback: Any = _callback_class()
+# The Callback base class of each of the two packages that is imported; trainers before 2.6 check for theirs.
+_PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
+_IMPORTED: Final = tuple(sys.modules[name].Callback for name in _PACKAGES if sys.modules.get(name) is not None)
+_Callback: Any = types.new_class("Callback", _IMPORTED or (require(*_PACKAGES, extra="lightning").Callback,))
 
 
 class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
@@ -77,6 +70,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
 
     step_prefix: str = "train/"
     epoch_prefix: str = "train_epoch/"
+    _epoch: dict[str, Any]  # the number of the epoch, that of its updates so far, and its statistics
 
     def __init__(
         self,
@@ -97,7 +91,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         if explosion_threshold is not None and not explosion_threshold > 0:
             raise ValueError(f"explosion_threshold={explosion_threshold!r} must be a positive number or None")
         self.log_every_n_steps = log_every_n_steps
-        if step_prefix is not None:
+        if step_prefix is not None:  # a subclass may have a property in place of the attribute
             self.step_prefix = step_prefix
         if epoch_prefix is not None:
             self.epoch_prefix = epoch_prefix
@@ -106,8 +100,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         self.track_sparsity = track_sparsity
         self.explosion_threshold = explosion_threshold
         self._run = run
-        reserved = ("run", "log_every", "start_step")
-        self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
+        self._session = Session(type(self).__name__, watch_options, reserved=("run", "log_every", "start_step"))
         self._trainer: weakref.ref[Any] | None = None  # set during a fit
         self._places: dict[int, _BatchPlace] = {}  # places of samples that have not arrived, by step
         self._new: list[tuple[_BatchPlace, Snapshot]] = []  # arrived, and not yet in the epoch's statistics
@@ -162,7 +155,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         """Begin to watch if a completely frozen model has been unfrozen."""
         if self.watcher is None:
             self._begin(trainer, pl_module)
-        if self._epoch != trainer.current_epoch:
+        if self._epoch["number"] != trainer.current_epoch:
             # After resuming at an epoch's last batch, Lightning calls neither the epoch's end nor the next one's start.
             self._end_epoch(trainer)
 
@@ -208,16 +201,12 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         watched = self._session.state_dict()
         # The checkpoint does not contain the samples that have just been waited for: this process logs them.
         self._log_arrived(self._trainer and self._trainer())
-        epoch = {"number": self._epoch, "num_updates": self._num_updates, "stats": copy.deepcopy(self._epoch_stats)}
-        return {"watched": watched, "epoch": epoch}
+        return {"watched": watched, "epoch": copy.deepcopy(self._epoch)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         self._session.load_state_dict(state_dict["watched"])
-        epoch = state_dict["epoch"]
-        self._epoch, self._num_updates = epoch["number"], epoch["num_updates"]
-        self._epoch_stats = copy.deepcopy(epoch["stats"])
-        self._is_restored = True
+        self._epoch, self._is_restored = copy.deepcopy(state_dict["epoch"]), True
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
@@ -233,13 +222,14 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
             pl_module,
             beside=[callback.watcher for callback in ours if callback is not self and callback.watcher is not None],
             goes_on=trainer.global_step > 0,
-            log_every=every or _DEFAULT_LOG_EVERY,
+            defaults=self._default_rules,
+            log_every=every or DEFAULT_LOG_EVERY,  # without rows, alerts still need windows
             sinks=[_NamedWandbSink(run, self._named_numbers, **of_rows) for run in _runs_of(trainer, self._run)],
         )
 
-    def _with_threshold(self, rules: list[Rule]) -> list[Rule]:
+    def _default_rules(self) -> list[Rule]:
         exploding = ExplodingGradient(threshold=self.explosion_threshold)
-        return [exploding if isinstance(rule, ExplodingGradient) else rule for rule in rules]
+        return [exploding if isinstance(rule, ExplodingGradient) else rule for rule in default_rules()]
 
     def _log_arrived(self, trainer: Any) -> None:
         """Log the due batches whose samples have all arrived. W&B runs receive these numbers in rows of the sinks."""
@@ -247,9 +237,9 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         new, self._new = self._new, []
         for place, sample in new:
             is_update = not sample.skipped[0] and float(np.nansum(sample.num_nonfinite)) == 0
-            if self.track_epochs and is_update and place.epoch == self._epoch:
-                self.update_epoch_stats(self._epoch_stats, self.compute_batch_stats(sample))
-                self._num_updates += 1
+            if self.track_epochs and is_update and place.epoch == self._epoch["number"]:
+                self.update_epoch_stats(self._epoch["stats"], self.compute_batch_stats(sample))
+                self._epoch["num_updates"] += 1
         waiting = {place.batch for place in self._places.values()}
         for batch in [batch for batch in self._due if trainer is not None and batch not in waiting]:
             numbers = self.compute_batch_stats(_newest_of(self._due.pop(batch)))
@@ -267,15 +257,15 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
                 self._due.setdefault(place.batch, []).append(sample)
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._epoch, self._num_updates, self._epoch_stats = epoch, 0, self.init_epoch_stats()
+        self._epoch = {"number": epoch, "num_updates": 0, "stats": self.init_epoch_stats()}
 
     def _end_epoch(self, trainer: Any) -> None:
         """Log the statistics of the epoch, if it has any, and begin the next epoch."""
-        if self._num_updates:
+        if self._epoch["num_updates"]:
             step = _place_of(trainer).batch - 1  # the epoch's last batch, where Lightning logs metrics of epochs
-            numbers = self.compute_epoch_stats(self._epoch_stats)
+            numbers = self.compute_epoch_stats(self._epoch["stats"])
             _log(trainer, numbers, self._prefix("epoch_prefix"), step=step, with_wandb=True)
-        is_over = self._epoch == trainer.current_epoch
+        is_over = self._epoch["number"] == trainer.current_epoch
         self._begin_epoch(trainer.current_epoch + 1 if is_over else trainer.current_epoch)
 
     def _named_numbers(self, step: int) -> dict[str, float]:

@@ -18,11 +18,10 @@ import torch
 from .._capture.parameter_registry import with_prefixes
 from ..metrics._forward_hooks import ROOT, ForwardHooks, ModuleIndex
 from ..snapshot import keys
-from ._session import Session, Watching, active_run, is_due, logger, named, require
+from ._session import DEFAULT_LOG_EVERY, Session, Watching, active_run, is_due, logger, named, require
 
 _TrainerCallback: Any = require("transformers", extra="transformers").TrainerCallback
 
-_DEFAULT_LOG_EVERY: Final = 50  # used if the Trainer logs by epochs or not at all
 # Our file in each checkpoint. The Trainer's trainer_state.json is unsuitable: a window has too many numbers for it, the
 # Trainer restores callbacks by making new ones, without the user's rules and functions, and it raises KeyError for a
 # callback that the resumed checkpoint does not contain.
@@ -167,7 +166,7 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
         if self.log_every is not None:
             return self.log_every
         # `args.logging_steps` may be a fraction of all steps; `state.logging_steps` is the number of steps.
-        return max(int(state.logging_steps), 1) if args.logging_strategy == "steps" else _DEFAULT_LOG_EVERY
+        return max(int(state.logging_steps), 1) if args.logging_strategy == "steps" else DEFAULT_LOG_EVERY
 
     def _note_samples(self, args: Any, state: Any) -> list[dict[str, float]]:
         """Add arrived samples to the Trainer's log, and return the added entries."""

@@ -1,7 +1,4 @@
-"""Activations: the statistics of gradients, for inputs and outputs of modules and the gradients of the outputs.
-
-Router: how the tokens of a mixture of experts are distributed over the experts.
-"""
+"""Activations: the statistics of inputs and outputs of modules. Router: how the experts of a mixture are used."""
 
 import functools
 import math
@@ -90,6 +87,7 @@ class Activations(ForwardProbe):
         self.logs = frozenset((keys.ACTIVATION, statistic) for statistic in statistics)
         self.brings = (NonFiniteActivation,) if "num_nonfinite" in statistics else ()
         self._rows = self.collect(RowTally(statistics, dead_threshold))
+        self._has_histograms = HISTOGRAM in statistics
         self._source: dict[str, str] = {}  # by tensor name: the name under which the hook keeps the tensor's order
 
     def bind(self, models: ModuleIndex) -> None:
@@ -102,8 +100,7 @@ class Activations(ForwardProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
-        self._rows.measures_histograms = histogram_is_due or self._in_evaluation  # its sample is yet to come
-        self._rows.reads_histograms = histogram_is_due
+        self._histogram_is_due = histogram_is_due
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, hooked = (f"{name}.eval" if self._in_evaluation else name), name
@@ -138,12 +135,16 @@ class Activations(ForwardProbe):
     def _add(self, source: str, tensors: Mapping[str, Tensor]) -> None:
         self._seen_any = True
         self._source |= dict.fromkeys(tensors, source)
+        # The sample of an evaluation is yet to come, and may have histograms.
+        histogram = self._has_histograms and (self._histogram_is_due or self._in_evaluation)
         for device in dict.fromkeys(tensor.device for tensor in tensors.values()):
-            self._rows.measure({name: tensor for name, tensor in tensors.items() if tensor.device == device})
+            here = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
+            self._rows.measure(here, histogram=histogram)
 
     def take(self) -> Mapping[str, Found]:
         # In the order of the forward: re-entrant checkpointing measures its blocks in the order of the backward.
-        read = self._rows.read(lambda name: self._hooks.order[self._source[name]])
+        order = self._hooks.order
+        read = self._rows.read(lambda name: order[self._source[name]], histogram=self._histogram_is_due)
         return {f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in read}
 
 
@@ -210,24 +211,20 @@ class Router(ForwardProbe):
             layers[self.pooled] = functools.reduce(add_on_device, layers.values())
         taken: dict[str, Found] = {}
         for name, loads in layers.items():
-            in_detail = name == self.pooled or sum(num_experts) <= MAX_EXPERT_KEYS
-            taken |= self._numbers(name, loads, in_detail=in_detail)
+            tokens_E, entropies, tokens = loads[:-2], loads[-2], loads[-1]
+            num = len(tokens_E)
+            share_E = tokens_E / (tokens * self._top_k)
+            numbers = {
+                "load_max_ratio": share_E.max() * num,
+                "load_min_ratio": share_E.min() * num,
+                keys.DEAD_EXPERTS: (tokens_E == 0).sum(),
+                "entropy_ratio": entropies / tokens / math.log(num),
+                "load_entropy_ratio": torch.special.entr(share_E).sum() / math.log(num),
+            }
+            if name == self.pooled or sum(num_experts) <= MAX_EXPERT_KEYS:
+                numbers |= {f"expert_{expert}/load_ratio": share * num for expert, share in enumerate(share_E)}
+            taken |= {f"{keys.ROUTER}/{name}/{what}": number for what, number in numbers.items()}
         return taken
-
-    def _numbers(self, name: str, loads: Tensor, *, in_detail: bool) -> dict[str, Found]:
-        tokens_E, entropies, tokens = loads[:-2], loads[-2], loads[-1]
-        num_experts = len(tokens_E)
-        share_E = tokens_E / (tokens * self._top_k)
-        key = f"{keys.ROUTER}/{name}"
-        taken: dict[str, Found] = {
-            f"{key}/load_max_ratio": share_E.max() * num_experts,
-            f"{key}/load_min_ratio": share_E.min() * num_experts,
-            f"{key}/{keys.DEAD_EXPERTS}": (tokens_E == 0).sum(),
-            f"{key}/entropy_ratio": entropies / tokens / math.log(num_experts),
-            f"{key}/load_entropy_ratio": torch.special.entr(share_E).sum() / math.log(num_experts),
-        }
-        shares = enumerate(share_E if in_detail else ())
-        return taken | {f"{key}/expert_{expert}/load_ratio": share * num_experts for expert, share in shares}
 
 
 def _loads(logits_TE: Tensor, top_k: int) -> Tensor:

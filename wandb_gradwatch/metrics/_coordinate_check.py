@@ -180,10 +180,9 @@ def _sizes(layer_t: nn.Module, layer_0: nn.Module, x_t: Tensor, x_0: Tensor) -> 
     output = wide_t(x_t)
     # Every layer with its own weights is linear in them if its bias is zero.
     for layer in (wide_t, wide_0, change):
-        bias = layer._parameters.get("bias")
-        if bias is not None:
+        if (bias := layer._parameters.get("bias")) is not None:
             bias.zero_()
-    for (_, parameter), (_, before) in zip(change.named_parameters(), wide_0.named_parameters(), strict=True):
+    for parameter, before in zip(change.parameters(), wide_0.parameters(), strict=True):
         parameter.sub_(before)
     weight_change = change(x_t)
     is_linear = isinstance(layer_t, _LINEAR_IN_INPUT)

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -13,19 +13,18 @@ from .._capture.probes import Found, WatchedTensor
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
-from .._runtime.sharding import local_part
+from .._runtime.sharding import is_sharded, local_part
 from .._runtime.wrappers import unwrapped
 from ..snapshot import keys
 from ._forward_hooks import ForwardHooks, Match, ModuleIndex, logger
 from ._metric import Metric
-from ._module_probe import ForwardProbe, Layout, ParameterProbe, SubjectProbe
+from ._module_probe import NO_OPTIMIZER, ForwardProbe, Layout, ParameterProbe, SubjectProbe
 from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
 
 # The metric names of the distances; a user's function may not take them.
 DIFFERENCE, RELATIVE = "difference", "relative_difference"
 _DIFFERENCE: Final = Distance(DIFFERENCE, RELATIVE)
 _CHANGE: Final = Distance("norm", "ratio")
-_MIB: Final = 2**20
 
 Difference = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,7 +47,7 @@ class Updates(SubjectProbe, ParameterProbe):
         ValueError: by watch(): match matches nothing, or the matching parameters exceed max_mib.
     """
 
-    logs, needs_optimizer = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}), True
+    logs, unseen = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}), NO_OPTIMIZER
 
     def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
         super().__init__(match)
@@ -57,7 +56,7 @@ class Updates(SubjectProbe, ParameterProbe):
     def bind(self, models: ModuleIndex) -> None:
         super().bind(models)
         parts = [local_part(one) for name, one in models.watched_parameters().items() if self._match.chooses(name)]
-        size = sum(part.numel() * part.element_size() for part in parts) / _MIB
+        size = sum(part.numel() * part.element_size() for part in parts) / 2**20
         if size > self._max_mib:
             raise ValueError(
                 f"{self!r} would copy {size:.0f} MiB of parameters at each sampled step, more than "
@@ -113,10 +112,11 @@ class Reference(SubjectProbe, ForwardProbe):
         functions: Mapping[str, Difference] | None = None,
     ) -> None:
         super().__init__(match)
-        for argument, module in (("model", model), ("reference", reference)):
-            if not isinstance(module, nn.Module) and not (argument == "reference" and module is None):
+        source = model if reference is None else reference
+        for argument, module in (("model", model), ("reference", source)):
+            if not isinstance(module, nn.Module):
                 raise TypeError(f"Reference(): {argument} must be a torch.nn.Module, but is {type(module).__name__}")
-        if any(local_part(one) is not one for one in (model if reference is None else reference).parameters()):
+        if any(map(is_sharded, source.parameters())):
             raise ValueError(
                 "Reference(): the model is sharded already, and a reference must be whole; make the Reference before "
                 "the model is sharded, or pass reference=, a copy from before"
@@ -143,9 +143,9 @@ class Reference(SubjectProbe, ForwardProbe):
         self._prefix = ""
         self._reference_hooks = ForwardHooks(self, ModuleIndex(), when="always")
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's outputs: by module, per call
-        # [2] by key and function: the sum of the function's values and their number; for the function "" the sums of
-        # squares of the difference and of the reference
-        self._sums = self.collect(Store[tuple[str, str], Tensor](add_on_device))
+        # [2] by family, name and function: the sum of the function's values and their number; for the function "" the
+        # sums of squares of the difference and of the reference
+        self._sums = self.collect(Store[tuple[str, str, str], Tensor](add_on_device))
 
     def bind(self, models: ModuleIndex) -> None:
         # Of several models with the same shapes, such as twins, the one that the reference was made of comes first.
@@ -193,11 +193,7 @@ class Reference(SubjectProbe, ForwardProbe):
         references = waiting.pop(0) if (waiting := self._outputs.get(name)) else {}
         for path, tensor in tensors_in(output):
             if path in references and references[path].shape == tensor.shape:
-                self._compare(f"{keys.ACTIVATION}/{tensor_name(name, path)}", tensor, references[path], self._functions)
-
-    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        super().gradients_ready(tensors)
-        self._outputs = {}
+                self._compare(keys.ACTIVATION, tensor_name(name, path), tensor, references[path], self._functions)
 
     def wants(self, subject: str, tensor: WatchedTensor) -> bool:
         is_ours = tensor.name.startswith(self._prefix) and tensor.name.removeprefix(self._prefix) in self._frozen
@@ -211,33 +207,33 @@ class Reference(SubjectProbe, ForwardProbe):
         reference = whole if layout is None else layout.part(whole)
         has_functions = self._functions and self.gets_whole(tensor, needed_by="functions of differences")
         functions = self._functions if has_functions else {}
-        self._compare(f"{keys.PARAMETER}/{tensor.name}", values, reference, functions, pending=False)
+        self._compare(keys.PARAMETER, tensor.name, values, reference, functions)
 
     def _compare(
-        self, key: str, tensor: Tensor, other: Tensor, functions: Mapping[str, Difference], *, pending: bool = True
+        self, family: str, name: str, tensor: Tensor, other: Tensor, functions: Mapping[str, Difference]
     ) -> None:
         wide, reference = widened(tensor), widened(onto(other, tensor.device))
+        pending = family == keys.ACTIVATION
         # Sums of squares add up over micro-batches and shards, so the norms are those of the whole tensor.
-        self._sums.add((key, ""), sum_sq([wide - reference, reference]), pending=pending)
-        for name, function in tuple(functions.items()):
+        self._sums.add((family, name, ""), sum_sq([wide - reference, reference]), pending=pending)
+        for chosen, function in tuple(functions.items()):
             try:
-                value = Metric(name, lambda t, f=function: f(t, reference)).value_of(wide)  # type: ignore[misc]
+                value = Metric(chosen, lambda t, f=function: f(t, reference)).value_of(wide)  # type: ignore[misc]
                 total = value.sum(dtype=wide_dtype(value.device))
                 mean = torch.stack([total, torch.full_like(total, value.numel())])
-                self._sums.add((key, name), mean, pending=pending)
+                self._sums.add((family, name, chosen), mean, pending=pending)
             except Exception as error:
-                del self._functions[name]
-                said = "wandb_gradwatch: %r: the function %r failed on %s and is dropped; the others go on."
-                logger.error(said, self, name, key, exc_info=error)
+                del self._functions[chosen]
+                said = "wandb_gradwatch: %r: the function %r failed on %s/%s and is dropped; the others go on."
+                logger.error(said, self, chosen, family, name, exc_info=error)
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {}
-        for (key, function), sums in self._sums.take().items():
-            family, _, name = key.partition("/")
+        for (family, name, function), sums in self._sums.take().items():
             if function:
-                taken[f"{key}/{function}"] = sums[0] / sums[1]
+                taken[f"{family}/{name}/{function}"] = sums[0] / sums[1]
             else:
-                taken[key] = ProbeSums(sums, _DIFFERENCE, name if family == keys.PARAMETER else None)
+                taken[f"{family}/{name}"] = ProbeSums(sums, _DIFFERENCE, name if family == keys.PARAMETER else None)
         return taken
 
     def close(self) -> None:

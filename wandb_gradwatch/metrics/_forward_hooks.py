@@ -1,11 +1,7 @@
 """Module and parameter names, and access to activations: by forward hooks, with which a model can still be copied and
 saved, and by tensors that modules log themselves.
 
-Each forward of the training is seen once. Evaluations are ignored unless a probe is made for them, and so are forwards
-without gradients, the recomputation of checkpointing, and steps that are not sampled.
-
-Modules inside a compiled region are not seen: a hook would break the graph, or a fusion of the compiler. Outputs of
-modules outside of it are seen, including that of the compiled model; a message says once if nothing is seen.
+Modules inside a compiled region are not seen: a hook would break the graph, or a fusion of the compiler.
 """
 
 import functools
@@ -143,10 +139,17 @@ class ForwardHooks:
         for name in [name for name, (module, _) in hooked.items() if module() is not wanted.get(name)]:
             hooked.pop(name)[1].remove()  # the module was removed or moved, for instance into a wrapper
         for name in [name for name in wanted if name not in hooked]:
-            module, hook = wanted[name], _Hook(self, name, seen, is_end=at == "end")
+            module, hook = wanted[name], TransientHook(self, partial(self._ran, name, seen, at == "end"))
             register: Any = module.register_forward_hook if at != "beginning" else module.register_forward_pre_hook
             handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
             hooked[name] = weakref.ref(module), handle
+
+    def _ran(
+        self, name: str, seen: SeenOutput, is_end: bool, module: nn.Module, args: Any, kwargs: Any, output: Any = None
+    ) -> None:
+        if is_end:
+            self.order.setdefault(name, len(self.order))
+        self.see(lambda: seen(name, module, args, kwargs, output))
 
     def open(self) -> None:
         self.is_open = not self.boundary.stopped
@@ -185,19 +188,6 @@ class ForwardHooks:
     def _failed(self, error: Exception) -> None:
         self.remove()
         logger.error("wandb_gradwatch: %s failed and is dropped; training goes on.", self._owner, exc_info=error)
-
-
-class _Hook(TransientHook):
-    def __init__(self, hooks: ForwardHooks, name: str, seen: SeenOutput, *, is_end: bool) -> None:
-        self._hooks, self._name, self._seen, self._is_end = hooks, name, seen, is_end
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
-        # This must be the first check: a compiler that traces the hook then sees a constant and adds no guard.
-        if torch.compiler.is_compiling() or not self._hooks.is_open:
-            return
-        if self._is_end:
-            self._hooks.order.setdefault(self._name, len(self._hooks.order))
-        self._hooks.see(lambda: self._seen(self._name, module, args, kwargs, output))
 
 
 _open_hooks: Final[dict[ForwardHooks, SeenThing]] = {}

@@ -14,7 +14,7 @@ from .._capture.probes import Probe, WatchedTensor
 from .._interruptions import raise_interruption
 from .._measure.elements import wide_dtype
 from .._runtime.outputs import is_measurable
-from .._runtime.sharding import local_part
+from .._runtime.sharding import is_sharded
 from ..rules import Rule
 from ..snapshot import keys
 from ._activations import Router
@@ -85,7 +85,7 @@ class Metric:
             raise ValueError(f"{self}: aggregate={self.aggregate!r} must be one of {(*_REDUCTIONS,)} or a function")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"{self}: every={self.every!r} must be a whole number of sampled steps, at least 1")
-        named = self.dims.items() if isinstance(self.dims, Mapping) else [(self.dims, "")]
+        named = self.dims.items() if isinstance(self.dims, Mapping) else [(None, "")]
         if self.dims is not None and not all(isinstance(d, int) and isinstance(name, str) for d, name in named):
             raise ValueError(f'{self}: dims={self.dims!r} must name dimensions, as in {{0: "head"}}')
 
@@ -226,30 +226,20 @@ class FunctionMetrics(SubjectProbe, ForwardProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         """Try each metric once on the smallest matching tensor, if there is one with elements that is not sharded."""
-        is_flat = models.uses_fsdp1
         parameters = {n: p for n, p in models.watched_parameters().items() if p.is_floating_point() or p.is_complex()}
+        there = {n: p for n, p in parameters.items() if p.numel() and not p.is_meta and not is_sharded(p)}
         modules = dict(models.modules())
         for metric in self._metrics:
             if metric.on != keys.ACTIVATION:
-                chosen = metric.names.require("parameter", parameters)
-                self._try_out(metric, {} if is_flat else {name: parameters[name] for name in chosen})
+                chosen = [name for name in metric.names.require("parameter", parameters) if name in there]
+                if chosen and not models.uses_fsdp1:
+                    name = min(chosen, key=lambda one: there[one].numel())
+                    _try_out(metric, name, there[name])
             # Tensors that modules log themselves are unknown before the forward, so a match cannot be checked.
             elif not any(map(hands_over, modules.values())):
                 metric.names.require("module", modules)
         if any(metric.on == keys.ACTIVATION for metric in self._metrics):
             self.hook_into(models)
-
-    def _try_out(self, metric: Metric, chosen: Mapping[str, Tensor]) -> None:
-        there = [(name, t) for name, t in chosen.items() if t.numel() and not t.is_meta and local_part(t) is t]
-        if not there:
-            return
-        name, example = min(there, key=lambda one: one[1].numel())
-        with torch.no_grad():
-            try:
-                labelled(metric.value_of(example.detach()), metric.dims)
-            except Exception as error:
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(f"{metric} does not work on {name!r} of shape {[*example.shape]}: {error}") from error
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._num_due += next_step_is_due
@@ -313,6 +303,15 @@ class FunctionMetrics(SubjectProbe, ForwardProbe):
         self._now = [kept for kept in self._now if kept is not metric]
         text = "wandb_gradwatch: %s failed on the %s and is dropped; the others go on."
         logger.error(text, metric, where, exc_info=error)
+
+
+def _try_out(metric: Metric, name: str, example: Tensor) -> None:
+    try:
+        with torch.no_grad():
+            labelled(metric.value_of(example.detach()), metric.dims)
+    except Exception as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{metric} does not work on {name!r} of shape {[*example.shape]}: {error}") from error
 
 
 def _scalar(value: Tensor) -> Tensor:

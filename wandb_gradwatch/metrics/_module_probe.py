@@ -1,10 +1,4 @@
-"""Base classes of the probes. A base class does nothing at the moments that a probe does not override.
-
-ModuleProbe         any probe
-SubjectProbe        of parameters, their gradients or their updates: the tensors themselves, each at its moment
-ParameterProbe      of the parameters that match
-OwnGradientProbe    of each rank's own gradients, before they are averaged over the ranks
-ForwardProbe        of the inputs and outputs of modules
+"""Base classes of the probes, which do nothing at the moments that a probe does not override.
 
 Sums of squares over the shards of a parameter add up to those of the whole parameter, so norms and distances merge over
 ranks, as rows do. Other functions of a shard do not merge: they are skipped, and a message says so once.
@@ -27,18 +21,20 @@ from ..snapshot import keys
 from ._forward_hooks import ROOT, ForwardHooks, Match, ModuleFilter, ModuleIndex, logger
 from ._rows import Dims, Store, dense, square_of, widened, without_scale
 
-# Warn after this many measured updates without a matching forward; fewer could belong to another model, such as the
-# critic of a GAN, which is often updated five times for each update of the generator.
-_PATIENCE_IN_UPDATES: Final = 10
+# Warn after this many measured updates in which a probe has seen nothing; fewer could belong to another model, such as
+# the critic of a GAN, which is often updated five times for each update of the generator.
+_PATIENCE: Final = 10
 
 
 class ModuleProbe(Probe):
-    """A probe of the watched models; it does nothing at the moments that it does not override."""
+    """A probe of the watched models."""
 
     logs: frozenset[tuple[str, str]] = frozenset()  # families and metrics: ("update", "norm") for `update/<name>/norm`
     brings: tuple[type[Rule], ...] = ()  # rules that are added to the default rules together with this probe
     # Whether metrics= may hold several probes of this class, whose match= choose different names.
     may_be_several: ClassVar[bool] = True
+    unseen: ClassVar[str] = ""  # the warning after some updates in which the probe has seen nothing; "": none
+    _num_unseen = 0  # consecutive updates in which it has seen nothing
     _match = Match(None, "")
     _said: frozenset[str] = frozenset()
     _models = ModuleIndex()  # that it measures; none before watch() and after close()
@@ -50,6 +46,12 @@ class ModuleProbe(Probe):
         if what not in self._said:
             self._said |= {what}
             logger.warning(f"wandb_gradwatch: %r {what}", self, *args)
+
+    def count_unseen(self, *, has_seen: bool) -> None:
+        """Record whether the probe has seen anything in an update; warn once if it goes on seeing nothing."""
+        self._num_unseen = 0 if has_seen else self._num_unseen + 1
+        if self.unseen and self._num_unseen == _PATIENCE:
+            self.say_once(self.unseen, _PATIENCE)
 
     def gets_whole(self, tensor: WatchedTensor, *, needed_by: str) -> bool:
         """Return whether the whole parameter is on this rank; if not, warn once that `needed_by` is left out."""
@@ -99,8 +101,7 @@ class Layout:
             return None
         mesh, placements = parameter.device_mesh, parameter.placements
         coordinate = mesh.get_coordinate()
-        kinds = {"Replicate" if placement.is_replicate() else type(placement).__name__ for placement in placements}
-        if coordinate is None or not kinds <= {"Replicate", "Shard"}:
+        if coordinate is None or not all(one.is_replicate() or type(one).__name__ == "Shard" for one in placements):
             return None
         parts = zip(placements, mesh.shape, coordinate, strict=True)
         cuts = ((placement.dim, size, index) for placement, size, index in parts if not placement.is_replicate())
@@ -169,28 +170,25 @@ class SubjectProbe(ModuleProbe):
                 self.measure(keys.PARAMETER, tensor, tensor.parameter)
 
 
+NO_OPTIMIZER: Final = (
+    "has measured nothing in %d samples, because no optimizer updated the parameters that it matches. Updates by code "
+    "of your own are not measured; leave it out if there is no optimizer."
+)
+
+
 class ParameterProbe(ModuleProbe):
     """A probe of the parameters that match."""
-
-    needs_optimizer: ClassVar[bool] = False  # measures only updates that an optimizer makes
 
     def __init__(self, match: NameFilter | None = None) -> None:
         self._match = Match(match, f"{type(self).__name__}()")
         self._found: dict[str, Found] = {}  # in the open sample
-        self._empty_samples = 0  # consecutive samples in which nothing was measured
 
     def bind(self, models: ModuleIndex) -> None:
         self._match.require("parameter", models.watched_parameters())
 
     def take(self) -> Mapping[str, Found]:
         found, self._found = self._found, {}
-        self._empty_samples = 0 if found else self._empty_samples + 1
-        if self.needs_optimizer and self._empty_samples == _PATIENCE_IN_UPDATES:
-            self.say_once(
-                "has measured nothing in %d samples, because no optimizer updated the parameters that it matches. "
-                "Updates by code of your own are not measured; leave it out if there is no optimizer.",
-                _PATIENCE_IN_UPDATES,
-            )
+        self.count_unseen(has_seen=bool(found))
         return found
 
 
@@ -294,7 +292,6 @@ class ForwardProbe(ModuleProbe):
         self._marked: dict[Store[Any, Any], dict[Any, Any]] = {}  # the pending values when the outermost forward began
         self._due = False
         self._seen_any = False  # since the last update
-        self._unseen_updates = 0  # consecutive updates without a matching forward
 
     @property
     def seconds_spent(self) -> float:
@@ -361,10 +358,8 @@ class ForwardProbe(ModuleProbe):
         self._hooks.shut()  # the forwards of an optimizer that evaluates its closure again are not measured
         if not self._due or self._in_evaluation or not self._hooks.models.alive():
             return
-        self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
+        self.count_unseen(has_seen=self._seen_any)
         self._seen_any = False
-        if self._unseen_updates == _PATIENCE_IN_UPDATES:
-            self.say_once(self.unseen, _PATIENCE_IN_UPDATES)
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if self._due or self._in_evaluation:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
-from .._measure.elements import onto, wide_dtype
+from .._measure.elements import onto, upload, wide_dtype
 from .._measure.measure import measure
 from .._measure.probe_values import ArrivedSums, ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part, world_size
 from ..snapshot import keys
 from ._forward_hooks import ModuleIndex
-from ._module_probe import Layout, ParameterProbe, ReadByProbe, SubjectProbe
+from ._module_probe import NO_OPTIMIZER, Layout, ParameterProbe, ReadByProbe, SubjectProbe
 from ._rows import check_names, dense, histograms_of, reals, square_of, widened, without_scale
 from ._rules import OutgrownUpdate
 
@@ -52,30 +52,28 @@ class ParameterHistograms(ParameterProbe):
                 self._found[f"{keys.PARAMETER_HISTOGRAMS}/{one.name}"] = histogram
 
 
-# The sums per parameter: its number of elements, and the sums of squares of the gradient, of gradient / sqrt(second
-# moment), of both bias-corrected moments (the second: its sum) and of the update; then those of each state tensor.
-_NUM, _GRADIENT, _STALE, _FIRST, _SECOND, _UPDATE = range(6)
-_NUM_SUMS: Final = 6
-
-
 @dataclass(frozen=True)
 class StateSums:
+    """The meaning of a parameter's number of elements, and the sums of squares of the gradient, of gradient /
+    sqrt(second moment), of both bias-corrected moments (the second: its sum), of the update, and of each state tensor.
+    """
+
     states: tuple[str, ...]  # names of the tensors in the optimizer's state
     eps: float  # of the optimizer; 0 if it has none
     of_every_rank = False
 
     @property
     def num_sums(self) -> int:
-        return _NUM_SUMS + len(self.states)
+        return 6 + len(self.states)
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
-        num = sums[_NUM]
-        found = {f"{name}_norm": math.sqrt(sums[_NUM_SUMS + index]) for index, name in enumerate(self.states)}
-        found["update_rms"] = root_of_ratio(sums[_UPDATE], num)
-        found[keys.STALE] = root_of_ratio(sums[_STALE], num)
-        found["coherence"] = sums[_FIRST] / sums[_SECOND] if sums[_SECOND] > 0 else math.nan
-        found["grad_eps_ratio"] = root_of_ratio(sums[_GRADIENT], num * self.eps**2)
-        return found
+        num, gradient, stale, first, second, update, *of_states = sums
+        return {f"{name}_norm": math.sqrt(square) for name, square in zip(self.states, of_states, strict=True)} | {
+            "update_rms": root_of_ratio(update, num),
+            keys.STALE: root_of_ratio(stale, num),
+            "coherence": first / second if second > 0 else math.nan,
+            "grad_eps_ratio": root_of_ratio(gradient, num * self.eps**2),
+        }
 
 
 class OptimizerState(ParameterProbe):
@@ -108,7 +106,7 @@ class OptimizerState(ParameterProbe):
     """
 
     logs, brings = frozenset({(keys.OPTIMIZER_STATE, keys.STALE)}), (OutgrownUpdate,)
-    needs_optimizer = True
+    unseen = NO_OPTIMIZER
 
     def __init__(self, match: NameFilter | None = None) -> None:
         super().__init__(match)
@@ -133,18 +131,15 @@ class OptimizerState(ParameterProbe):
             if (before := self._gradients.pop(tensor.name, None)) is None:
                 continue
             parts = {
-                name: reals(local_part(value).detach())
+                name: _local(value)
                 for name, value in sorted(state.items())
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.ndim
             }
             first, second, update = _made_of(tensor, state, group)
-            squares = (None if one is None else one.square() for one in (first, update, *parts.values()))
-            of_first, *of_others = squares
+            squares = [None if one is None else one.square() for one in (first, update, *parts.values())]
+            squares.insert(1, second)  # the second moment consists of squares already
             missing = torch.full((), torch.nan, dtype=before.dtype, device=before.device)
-            sums = [
-                missing if one is None else onto(one.sum(dtype=before.dtype), before.device)
-                for one in (of_first, second, *of_others)
-            ]
+            sums = [missing if s is None else onto(s.sum(dtype=before.dtype), before.device) for s in squares]
             eps = group.get("eps", 0.0)
             meaning = StateSums(tuple(parts), eps if isinstance(eps, float) else 0.0)
             key = f"{keys.OPTIMIZER_STATE}/{tensor.name}"
@@ -164,6 +159,10 @@ def _with_states(tensors: Sequence[WatchedTensor]) -> Iterator[tuple[WatchedTens
             yield tensor, tensor.optimizer.state.get(tensor.held, {}), group_of.get(id(tensor.held), {})
 
 
+def _local(state: Tensor) -> Tensor:
+    return reals(local_part(state).detach())
+
+
 def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
     """Return a bias-corrected moment of an Adam-like optimizer; None for other optimizers and before the first step.
 
@@ -173,7 +172,7 @@ def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
     if not isinstance(moment, Tensor) or step is None or betas is None or "eps" not in group:
         return None
     step = step.to(wide_dtype(step.device)) if isinstance(step, Tensor) else float(step)
-    corrected: Tensor = reals(local_part(moment).detach()) / (1 - betas[place] ** step)
+    corrected: Tensor = _local(moment) / (1 - betas[place] ** step)
     return corrected
 
 
@@ -186,7 +185,7 @@ def _made_of(tensor: WatchedTensor, state: _Held, group: _Held) -> list[Tensor |
         assert divisor is not None
         update = first / (divisor.sqrt() + group["eps"])
     elif isinstance(tensor.optimizer, torch.optim.SGD) and buffer is not None and tensor.gradient is not None:
-        buffer = reals(local_part(buffer).detach())
+        buffer = _local(buffer)
         update = reals(tensor.gradient) + group["momentum"] * buffer if group.get("nesterov") else buffer
     return [first, second, update]
 
@@ -196,7 +195,6 @@ _NAMES: Final = ("largest_singular_value", "stable_rank")
 _FIRST_ITERATIONS: Final = 20  # from a random vector; later samples continue from the previous sample's vector
 _FIRST_MERGED: Final = 8  # the same for sharded matrices, where each iteration takes a merge over ranks
 _PRODUCT_EVERY: Final = 50  # samples; the largest distance between two products
-_SEED: Final = 1234
 
 
 class _SharedVector:
@@ -206,10 +204,9 @@ class _SharedVector:
     sums from different versions are discarded.
     """
 
-    def __init__(self, size: int, like: Tensor, num_ranks: int, num_replicas: int) -> None:
-        self._vector_N = _random(size, like)
+    def __init__(self, part_MN: Tensor, layout: Layout) -> None:
+        self._vector_N, self._layout = _random(part_MN), layout
         self._version = 0
-        self._num_ranks, self._num_replicas = num_ranks, num_replicas
 
     def sums(self, part_MN: Tensor, *, with_product: bool) -> Tensor:
         """Return what this rank's rows add: 1, version, version^2, |A v|^2 and |A|_F^2; on request also A^T A v."""
@@ -222,18 +219,16 @@ class _SharedVector:
     def advance(self, sums: Sequence[float]) -> tuple[float, float] | None:
         """Return largest singular value and stable rank, or None if unknown; continue from a new product."""
         num, version, version_sq, image_sq, norm_sq = sums[:5]
-        if num != self._num_ranks or num * version_sq != version**2:
+        if num != self._layout.num_ranks or num * version_sq != version**2:
             return None
         product_N = np.array(sums[5:])
         length = float(np.linalg.norm(product_N))
         if version == num * self._version and 0 < length < math.inf:
-            vector_N = torch.from_numpy(product_N / length).to(self._vector_N.dtype)
-            device = self._vector_N.device
-            self._vector_N = onto(vector_N.pin_memory() if device.type == "cuda" else vector_N, device)
+            self._vector_N = upload(product_N / length, self._vector_N.device).to(self._vector_N.dtype)
             self._version += 1
         if version < num * _FIRST_MERGED:
             return None
-        return math.sqrt(image_sq / self._num_replicas), norm_sq / image_sq if image_sq > 0 else math.nan
+        return math.sqrt(image_sq / self._layout.num_replicas), norm_sq / image_sq if image_sq > 0 else math.nan
 
 
 class Spectrum(SubjectProbe, ParameterProbe):
@@ -314,7 +309,7 @@ class Spectrum(SubjectProbe, ParameterProbe):
         if any(dim > 0 for dim, _, _ in layout.cuts):  # ranks hold columns: transpose, so that they hold rows
             matrix_MN = matrix_MN.T
         if key not in self._shared:
-            self._shared[key] = _SharedVector(matrix_MN.shape[1], matrix_MN, layout.num_ranks, layout.num_replicas)
+            self._shared[key] = _SharedVector(matrix_MN, layout)
         sums = self._shared[key].sums(matrix_MN, with_product=self._has_product)
         self._found[f"{key}/spectrum"] = ProbeSums(sums, ReadByProbe(len(sums)))
 
@@ -322,7 +317,7 @@ class Spectrum(SubjectProbe, ParameterProbe):
         """Return the largest singular value and the stable rank: [2]; for a matrix of zeros 0 and NaN."""
         vector_N, num_iterations = self._vectors.get(key), 1
         if vector_N is None or len(vector_N) != matrix_MN.shape[1] or vector_N.device != matrix_MN.device:
-            vector_N, num_iterations = _random(matrix_MN.shape[1], matrix_MN), _FIRST_ITERATIONS
+            vector_N, num_iterations = _random(matrix_MN), _FIRST_ITERATIONS
         start_N = vector_N
         for _ in range(num_iterations):
             image_N = _unit(matrix_MN.T @ _unit(matrix_MN @ vector_N))
@@ -334,10 +329,10 @@ class Spectrum(SubjectProbe, ParameterProbe):
         return torch.stack([sigma_sq.sqrt(), rank])
 
 
-def _random(size: int, like: Tensor) -> Tensor:
-    """Return the same vector of length 1 on every rank, without touching the training's random number generators."""
-    generator = torch.Generator("cpu").manual_seed(_SEED)
-    return onto(_unit(torch.randn(size, generator=generator, dtype=like.dtype)), like.device)
+def _random(matrix_MN: Tensor) -> Tensor:
+    """Return the same vector [N] of length 1 on every rank, without touching the training's random generators."""
+    generator = torch.Generator("cpu").manual_seed(1234)
+    return onto(_unit(torch.randn(matrix_MN.shape[1], generator=generator, dtype=matrix_MN.dtype)), matrix_MN.device)
 
 
 def _unit(vector: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Ranks: compares each rank's own gradient, loss, time and parameter replica with those of the other ranks.
-
-NoiseScale: the noise of a micro-batch's or a rank's gradient, relative to the gradient itself.
-"""
+"""Ranks: compares the ranks of one training. NoiseScale: the noise of a micro-batch's or a rank's gradient."""
 
 import hashlib
 import math

@@ -149,16 +149,10 @@ class RowTally(Store[str, Tensor]):
     def __init__(self, statistics: Sequence[str], dead_threshold: float = 0.0) -> None:
         super().__init__(_merged)
         self._numbers = [name for name in statistics if name != HISTOGRAM]
-        self._has_histograms = HISTOGRAM in statistics
         self._dead_threshold = dead_threshold
-        self.measures_histograms = False  # for the pending values
-        self.reads_histograms = False  # for the sample
 
-    def measure(self, tensors: Mapping[str, Tensor]) -> None:
-        """Measure tensors, all on one device, in one batched pass. No tensor is kept."""
-        if not tensors:
-            return
-        histogram = self._has_histograms and self.measures_histograms
+    def measure(self, tensors: Mapping[str, Tensor], *, histogram: bool = False) -> None:
+        """Measure tensors, all on one device and at least one, in one batched pass. No tensor is kept."""
         measured = measure(list(tensors.values()), None, dead_threshold=self._dead_threshold, histogram=histogram)
         rows = measured.rows
         if measured.histogram is not None:
@@ -166,7 +160,9 @@ class RowTally(Store[str, Tensor]):
         for name, row in zip(tensors, rows, strict=True):
             self.add(name, row)
 
-    def read(self, order: Callable[[str], Any] | None = None) -> Iterable[tuple[str, str, Found]]:
+    def read(
+        self, order: Callable[[str], Any] | None = None, *, histogram: bool = False
+    ) -> Iterable[tuple[str, str, Found]]:
         """Take the sample: yield name, statistic and value, sorted by `order`, or in the order of arrival."""
         rows = self.take()
         alike: dict[tuple[torch.device, int], list[str]] = {}
@@ -175,7 +171,7 @@ class RowTally(Store[str, Tensor]):
         for (_, size), group in alike.items():
             rows_MC = torch.stack([rows[name] for name in group])
             values: dict[str, Sequence[Found]] = {name: STATISTICS[name](rows_MC.T).unbind() for name in self._numbers}
-            if self._has_histograms and self.reads_histograms and size > NUM_COLUMNS:
+            if histogram and size > NUM_COLUMNS:
                 values[HISTOGRAM] = histograms_of(rows_MC, rows_MC[:, NUM_COLUMNS:])
             for index, name in enumerate(group):
                 for statistic, of_names in values.items():

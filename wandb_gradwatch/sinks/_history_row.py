@@ -52,9 +52,15 @@ Details = Sequence[str] | Mapping[str, str]
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
 # Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
 _OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE)
-_OF_THE_MODEL: Final = (  # each key is the name of the snapshot's array, behind the prefix
-    *(keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED, keys.GRAD_MEAN, keys.GRAD_STD),
-    *(keys.GRAD_ABS_MAX, keys.DEAD_RATIO, keys.PARAM_NORM),
+# Each of these keys is the name of the snapshot's array, behind the prefix.
+_OF_THE_MODEL: Final = (
+    keys.GRAD_NORM,
+    keys.GRAD_NORM_CLIPPED,
+    keys.GRAD_MEAN,
+    keys.GRAD_STD,
+    keys.GRAD_ABS_MAX,
+    keys.DEAD_RATIO,
+    keys.PARAM_NORM,
 )
 
 
