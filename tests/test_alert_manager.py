@@ -10,6 +10,7 @@ from grad_samples import of_norms
 
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch.rules import Alert, ExplodingGradient, NaNGradient, default_rules, rule
+from wandb_gradwatch.rules._base import finding
 
 
 class Clock:
@@ -81,6 +82,13 @@ def test_titles_have_episodes_of_their_own_and_two_rules_of_one_title_share_one(
     (first,) = alert_manager.process(of_norms([20]))
     assert first.level == "ERROR"  # the worse of the two
     assert [alert.title for alert in alert_manager.process(of_norms([40], start=2))] == ["Much too large"]
+
+
+def test_that_more_are_withheld_is_still_said_when_the_cause_is_known():
+    alert_manager = AlertManager([], max_per_hour=1, clock=lambda: 0.0)
+    alert = alert_manager.open(finding("Too large", "It is 20.", "a", "not clear", "look", 3))
+    assert "withheld" in alert.text
+    assert "withheld" in alert.but(cause="a rate that is too large").text
 
 
 def test_at_most_so_many_an_hour_and_the_last_says_that_more_are_withheld():

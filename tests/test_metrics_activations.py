@@ -53,6 +53,18 @@ def test_every_statistic_of_known_values():
         assert found[f"activation/inner/{name}"][0] == pytest.approx(value), name
 
 
+def test_what_has_no_finite_element_has_no_norm_and_no_share_of_zeros():
+    model = Passes()
+    statistics = ("norm", "dead_ratio", "zero_ratio", "num_nonfinite")
+    batches = [torch.tensor([math.nan, math.inf]), torch.tensor([0.0, math.nan])]
+    found = seen(model, [Activations("inner", statistics=statistics)], batches, loss=torch.sum)
+    # Where one of two elements is finite and 0, the norm is 0 and the share of zeros 1 / 2, as for gradients.
+    np.testing.assert_array_equal(found["activation/inner/norm"], [math.nan, 0.0])
+    np.testing.assert_array_equal(found["activation/inner/zero_ratio"], [math.nan, 0.5])
+    np.testing.assert_array_equal(found["activation/inner/dead_ratio"], [math.nan, 0.5])
+    np.testing.assert_array_equal(found["activation/inner/num_nonfinite"], [2, 1])
+
+
 def test_micro_batches_merge_into_the_row_of_the_whole_batch():
     torch.manual_seed(0)
     model, whole = Passes(), torch.randn(7, 5)

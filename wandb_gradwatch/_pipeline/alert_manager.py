@@ -153,6 +153,8 @@ class AlertManager:
             f"This is alert number {self._max_per_hour} with this title within an hour: further ones are withheld "
             "until the hour is over."
         )
+        if isinstance(finding, Finding):  # its text is made anew when the cause is known
+            return finding.but(more=(*finding.more, withheld))
         return replace(finding, text=f"{finding.text}\n{withheld}")
 
     def state_dict(self) -> dict[str, Any]:

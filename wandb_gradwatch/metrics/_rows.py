@@ -106,8 +106,17 @@ def tensor_name(module: str, path: str, label: str = "") -> str:
     return (f"{module}.{path}" if path else module) + (f"/{label}" if label else "")
 
 
+def _num_finite(c: Tensor) -> Tensor:
+    return c[Column.NUM_ELEMENTS] - c[Column.NUM_NAN] - c[Column.NUM_INF]
+
+
 def _mean(c: Tensor, total: Column = Column.GRAD_SUM) -> Tensor:
-    return c[total] / (c[Column.NUM_ELEMENTS] - c[Column.NUM_NAN] - c[Column.NUM_INF])  # 0 / 0 gives NaN: missing
+    return c[total] / _num_finite(c)  # 0 / 0 gives NaN: missing
+
+
+def _known(c: Tensor, value: Tensor) -> Tensor:
+    """Return a value that is 0 if no element is finite, which is missing instead; an empty tensor has the value."""
+    return torch.where((_num_finite(c) == 0) & (c[Column.NUM_ELEMENTS] > 0), torch.nan, value)
 
 
 def _std(c: Tensor) -> Tensor:
@@ -121,15 +130,15 @@ def _present(extreme: Tensor) -> Tensor:
 
 # Statistics from the columns [C, M]; of finite elements only, as for gradients.
 STATISTICS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "norm": lambda c: c[Column.GRAD_SUM_SQ].sqrt(),
+    "norm": lambda c: _known(c, c[Column.GRAD_SUM_SQ].sqrt()),
     "rms": lambda c: _mean(c, Column.GRAD_SUM_SQ).sqrt(),
     "mean": _mean,
     "std": _std,
     "min": lambda c: _present(c[Column.GRAD_MIN]),
     "max": lambda c: _present(c[Column.GRAD_MAX]),
     "abs_max": lambda c: _present(torch.maximum(c[Column.GRAD_MIN].abs(), c[Column.GRAD_MAX].abs())),
-    "dead_ratio": lambda c: c[Column.NUM_DEAD] / c[Column.NUM_ELEMENTS],
-    "zero_ratio": lambda c: c[Column.NUM_ZERO] / c[Column.NUM_ELEMENTS],
+    "dead_ratio": lambda c: _known(c, c[Column.NUM_DEAD] / c[Column.NUM_ELEMENTS]),
+    "zero_ratio": lambda c: _known(c, c[Column.NUM_ZERO] / c[Column.NUM_ELEMENTS]),
     "num_nonfinite": lambda c: c[Column.NUM_NAN] + c[Column.NUM_INF],
 }
 
