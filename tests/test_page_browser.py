@@ -278,6 +278,8 @@ def test_pointer_and_keyboard_give_a_lines_value_and_step(show: Opener, history:
     for key in ("Home", "ArrowRight"):
         page.keyboard.press(key)
     assert "step 20" in page.locator("#norm .legend").first.inner_text()
+    page.keyboard.press("Tab")
+    assert page.locator("#norm .legend").first.inner_text().startswith("last")
 
 
 def test_hovering_over_a_cell_names_layer_step_and_value(show: Opener, history: RunHistory) -> None:

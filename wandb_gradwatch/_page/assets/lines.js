@@ -20,7 +20,7 @@ class LineChart extends Picture {
     this.empty = element("p", { class: "hint", hidden: true }, "Nothing is above 0, and a logarithmic scale begins above it.");
     host.append(controls, plot, this.empty, this.legend, element("div", { class: "below" }, dataTable(() => this.tableContent()), exportButtons(this)));
     plot.addEventListener("keydown", (event) => this.onKey(event));
-    plot.addEventListener("blur", () => setStep(null, this));
+    plot.addEventListener("blur", () => setStep(null, null));
     const across = (event) => event.clientX - this.plot.over.getBoundingClientRect().left;
     onTouch(plot, {
       partAt: (event) => across(event) / this.plot.over.clientWidth,
