@@ -9,14 +9,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from .._capture.parameter_registry import ParameterRegistry
 from .._runtime.sharding import has_fsdp1, rank_store
 from .._transfer.transfers import Names
+from .assembly import placed
 from .rank_merge import RankWindow
 
 # P watched parameters, R ranks
@@ -39,21 +38,16 @@ class WholeModel:
 
     def window(self, own: RankWindow) -> RankWindow:
         """The window with rows for the parameters of all ranks; rows of other ranks are missing and not counted."""
-        num_own, num_known = len(own.names), len(self.known.names)
-        places = [*self.places, *range(num_known, num_known + num_own - len(self.places))]
-
-        def spread(values: Any, elsewhere: Any) -> Any:
-            whole = np.full((num_known + num_own - len(self.places), *values.shape[1:]), elsewhere, dtype=values.dtype)
-            whole[places] = values
-            return whole
-
-        histogram = own.flush.histogram
+        names, histogram = self.known.names + own.names[len(self.places) :], own.flush.histogram
+        places, num_names = [*self.places, *range(len(self.known.names), len(names))], len(names)
+        if histogram is not None:
+            histogram = placed(histogram, places, num_names, fill=0)
         return replace(
             own,
-            samples=tuple(replace(sample, rows=spread(sample.rows, np.nan)) for sample in own.samples),
-            flush=own.flush if histogram is None else replace(own.flush, histogram=spread(histogram, 0)),
-            names=self.known.names + own.names[len(self.places) :],
-            counted=spread(own.counted, False),
+            samples=tuple(replace(sample, rows=placed(sample.rows, places, num_names)) for sample in own.samples),
+            flush=replace(own.flush, histogram=histogram),
+            names=names,
+            counted=placed(own.counted, places, num_names, fill=False),
         )
 
 
