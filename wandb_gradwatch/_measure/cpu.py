@@ -32,7 +32,7 @@ from .columns import (
 from .cpu_pieces import PIECE, SMALL, Floats, measure_pieces, sum_sq_pieces
 from .elements import Measurement, Scale, Tensors, add_implicit_zeros, readable
 from .float_bits import FLOAT32, FLOAT64, bins_from_codes, largest_magnitude_within
-from .thread_pool import THREAD_POOL
+from .thread_pool import for_each
 
 # N tensors, M pieces of them, C columns, B histogram bins
 
@@ -203,7 +203,7 @@ def _each(batches: Sequence[Batch], read: Callable[[list[int], Floats, IntArray]
         with np.errstate(over="ignore", invalid="ignore"):  # numpy's error state is per thread
             read(pieces, _floats(tensors), np.array([0, *itertools.accumulate(map(Tensor.numel, tensors))]))
 
-    THREAD_POOL.each(batches, read_batch, torch.get_num_threads() if len(batches) >= _SHARED_FROM else 1)
+    for_each(batches, read_batch, torch.get_num_threads() if len(batches) >= _SHARED_FROM else 1)
 
 
 def _floats(tensors: list[Tensor]) -> Floats:
