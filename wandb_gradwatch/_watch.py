@@ -283,7 +283,7 @@ def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend
 
 
 def _check_loss_scale(loss_scale: object) -> None:
-    if loss_scale is None or (callable(loss_scale) and not isinstance(loss_scale, Tensor)):
+    if loss_scale is None or callable(loss_scale):
         return
     is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
     if not is_number and not (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1):

@@ -358,8 +358,7 @@ class Watcher:
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False) -> None:
-        if self._parts.notices:
-            self._say()
+        self._say()
         is_new, self._is_new = self._is_new, False
         if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
             self._stop()

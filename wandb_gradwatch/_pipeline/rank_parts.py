@@ -81,13 +81,11 @@ class RankParts:
             return None
         digests = [self._store.get(f"rank/{rank}").decode() for rank in range(world)]
         texts = {digest: json.loads(self._store.get(f"what/{digest}")) for digest in set(digests)}
-        whole = whole_model([texts[digest] for digest in digests], dist.get_rank())
-        names = tuple(self._prefix + name for name in whole.known.names)
-        return replace(whole, known=replace(whole.known, names=names))
+        return _whole_model([texts[digest] for digest in digests], dist.get_rank(), self._prefix)
 
 
-def whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], rank: int) -> WholeModel:
-    """Combine the parameters of each rank, given as (name, shape, trainable)."""
+def _whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], rank: int, prefix: str) -> WholeModel:
+    """Combine the parameters of each rank, given as (name, shape, trainable); their names get the prefix."""
     place_of: dict[tuple[str, tuple[int, ...]], int] = {}
     names: dict[str, bool] = {}  # name -> whether it is trainable, in the order of the indices
     ranks: list[set[int]] = []
@@ -100,5 +98,5 @@ def whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], r
                 ranks.append(set())
             ranks[place_of[key]].add(index)
     places = tuple(place_of[name, tuple(shape)] for name, shape, _ in of_ranks[rank])
-    known = Names(tuple(names), tuple(names.values()))
+    known = Names(tuple(prefix + name for name in names), tuple(names.values()))
     return WholeModel(known, places, tuple(frozenset(ranks[place]) for place in places))
