@@ -17,11 +17,11 @@ from gradients import Chosen, samples, step, watch
 from processes import script
 from statistics_oracle import assert_row
 
-from wandb_gradwatch._measure import cpu, cpu_compiled
+from wandb_gradwatch._measure import cpu, cpu_compiled, thread_pool
 from wandb_gradwatch._measure.columns import AS_LEFT, Column
 from wandb_gradwatch._measure.compilation import Compilation
 from wandb_gradwatch._measure.measure import compile_for_cpu, measure, measure_received, resolve_backend
-from wandb_gradwatch._measure.thread_pool import ThreadPool
+from wandb_gradwatch._measure.thread_pool import for_each
 
 CPU = torch.device("cpu")
 LOOPS_MODULE = "wandb_gradwatch._measure.cpu_loops"
@@ -278,7 +278,7 @@ def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken(monkeypatch
         done.set()
 
     with pytest.raises(KeyboardInterrupt):
-        ThreadPool().each(range(2), read, 2)
+        for_each(range(2), read, 2)
     assert done.is_set()
 
 
@@ -305,7 +305,7 @@ def test_helpers_take_part_and_every_piece_is_read_once_and_before_it_returns() 
         assert helped.wait(60)  # the caller waits in its first piece until a helper has begun
         done.append(piece)
 
-    ThreadPool().each(range(100), read, 3)
+    for_each(range(100), read, 3)
     assert sorted(done) == list(range(100))
 
 
@@ -321,7 +321,7 @@ def test_what_a_reader_raises_is_raised_in_the_caller_whoever_met_it(place: str)
         assert helped.wait(60)
 
     with pytest.raises(ZeroDivisionError, match=place):
-        ThreadPool().each(range(100), read, 2)
+        for_each(range(100), read, 2)
 
 
 def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,20 +329,22 @@ def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
+    thread_pool._executor.cache_clear()
     done = []
-    ThreadPool().each([0], lambda _: done.append(threading.current_thread()), 4)
+    for_each([0], lambda _: done.append(threading.current_thread()), 4)
     assert done == [threading.main_thread()]
 
 
 def test_helpers_are_no_more_than_were_asked_for_and_wait_for_more_work() -> None:
-    thread_pool, meet, took_part = ThreadPool(), threading.Barrier(3), set()
+    thread_pool._executor.cache_clear()
+    meet, took_part = threading.Barrier(3), set()
 
     def read(piece: int) -> None:
         took_part.add(threading.current_thread())
         meet.wait(60)  # the caller and two helpers take one piece each
 
     for _ in range(4):
-        thread_pool.each(range(3), read, 3)
+        for_each(range(3), read, 3)
     assert len(took_part) == 3
 
 
@@ -527,10 +529,10 @@ def test_a_backend_for_the_cpu_says_so_elsewhere() -> None:
 
 
 def test_a_helper_that_wakes_late_keeps_nothing_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, piece, read, late = ThreadPool(), np.zeros(1), [], []
-    monkeypatch.setattr(pool, "_help", late.append)  # one helper exists, but it has not woken up yet
+    piece, read, late = np.zeros(1), [], []
+    monkeypatch.setattr(thread_pool, "_help", late.append)  # one helper exists, but it has not woken up yet
     kept = weakref.ref(piece)
-    pool.each([piece], lambda one: read.append(one.size), num_threads=2)
+    for_each([piece], lambda one: read.append(one.size), num_threads=2)
     del piece
     assert kept() is None
     late[0]()  # the helper wakes up

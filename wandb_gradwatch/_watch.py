@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from numbers import Integral
 from typing import Any, Final, Literal, ParamSpec, TypeVar
@@ -278,26 +278,8 @@ def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend
             kernels.setdefault(parameter.device, set()).add(parameter.dtype)
     if on_cpu:
         compile_for_cpu(backend)
-    if kernels:
-        _warm_up(kernels, dead_threshold, histogram=histogram)
-
-
-def _check_loss_scale(loss_scale: object) -> None:
-    if loss_scale is None or (callable(loss_scale) and not isinstance(loss_scale, Tensor)):
+    if not kernels:
         return
-    is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
-    if not is_number and not (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1):
-        raise TypeError(
-            f"loss_scale={loss_scale!r} must be a number, a tensor with one element, or a function of the step"
-        )
-    if isinstance(loss_scale, int | float) and not 0 < loss_scale < math.inf:
-        raise ValueError(f"loss_scale={loss_scale!r} must be above 0, and finite")
-
-
-def _warm_up(
-    kernels: Mapping[torch.device, Collection[torch.dtype]], dead_threshold: float, *, histogram: bool
-) -> None:
-    """Compile the kernels in the background. Otherwise the first sampled step waits seconds for each kernel."""
     in_buckets = world_size() > 1  # gradients contiguous in memory, as DDP and FSDP can place them
     goes_on = threading.main_thread().is_alive
 
@@ -311,8 +293,21 @@ def _warm_up(
         except Exception as error:  # measure() gets the same error, and falls back or raises as `backend` demands
             logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
 
-    # Not a daemon thread: an interpreter that exits while a compiler runs may crash. The exit waits for one kernel.
+    # In the background: otherwise the first sampled step waits seconds for each kernel. Not a daemon thread: an
+    # interpreter that exits while a compiler runs may crash. The exit waits for one kernel.
     threading.Thread(target=compile_all, name=_WARMING_UP, daemon=False).start()
+
+
+def _check_loss_scale(loss_scale: object) -> None:
+    if loss_scale is None or callable(loss_scale):
+        return
+    is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
+    if not is_number and not (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1):
+        raise TypeError(
+            f"loss_scale={loss_scale!r} must be a number, a tensor with one element, or a function of the step"
+        )
+    if isinstance(loss_scale, int | float) and not 0 < loss_scale < math.inf:
+        raise ValueError(f"loss_scale={loss_scale!r} must be above 0, and finite")
 
 
 def wait_for_kernels() -> None:

@@ -267,8 +267,7 @@ class Watcher:
         if self._removed or self._boundary.in_forked_child:
             self._stop()  # a guard whose monitor has failed may still vote; a forked child does not own the run
             return
-        if not merge:
-            self._pipeline.stop_merging()
+        self._pipeline.merges = merge
         try:
             self._flush_window(final=True)
             if self._parts.guard is not None:
@@ -359,8 +358,7 @@ class Watcher:
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False) -> None:
-        if self._parts.notices:
-            self._say()
+        self._say()
         is_new, self._is_new = self._is_new, False
         if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
             self._stop()
@@ -376,16 +374,15 @@ class Watcher:
             try:
                 self._pipeline.deliver(wait=wait)
             finally:  # on_alert may have raised
-                news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()
-                seconds_on_alerts = self._rule_runner.pop_seconds_on_alerts() if titles else 0.0
+                news = self._dispatcher.pop_news()
                 if not self._boundary.is_hidden():
-                    schedule.seconds_left_out += seconds_on_alerts
+                    schedule.seconds_left_out += news.seconds_on_alerts
                     schedule.seconds_on_rows += news.seconds_on_rows
-                if self._parts.replay is not None and titles & _REPLAYED:
+                if self._parts.replay is not None and news.titles & _REPLAYED:
                     self._parts.replay.arm()
                 if news.is_untraced:
                     schedule.distrust_versions()
-                if news.is_unusual or titles:
+                if news.is_unusual or news.titles:
                     schedule.look_closely()
 
 

@@ -8,7 +8,7 @@ without them. The rows of a tensor's pieces merge.
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -32,7 +32,7 @@ from .columns import (
 from .cpu_pieces import PIECE, SMALL, Floats, measure_pieces, sum_sq_pieces
 from .elements import Measurement, Scale, Tensors, add_implicit_zeros, readable
 from .float_bits import FLOAT32, FLOAT64, bins_from_codes, largest_magnitude_within
-from .thread_pool import THREAD_POOL
+from .thread_pool import for_each
 
 # N tensors, M pieces of them, C columns, B histogram bins
 
@@ -84,19 +84,23 @@ def _read(
     dead = {layout.float_dtype: largest_magnitude_within(threshold, layout) for layout in (FLOAT32, FLOAT64)}
     counted: list[tuple[list[int], IntArray]] = []  # pieces, and the counts of their codes
 
-    def read(pieces: list[int], values: Floats, bounds: IntArray) -> None:
-        num = bisect_left(pieces, num_whole)
-        if num:
-            magnitude, end = dead[values.dtype], bounds[num]
-            whole = measure_pieces(values[:end], bounds[: num + 1], magnitude, count_codes=exponent is not None)
-            rows_MC[pieces[:num]], codes_GK = whole
-            if codes_GK is not None:
-                counted.append((pieces[:num], codes_GK))
-        if num < len(pieces):
-            received = sum_sq_pieces(values[bounds[num] :], bounds[num:-1] - bounds[num])
-            rows_MC[pieces[num:], RECEIVED_COLUMNS] = received
+    def read(batch: Batch) -> None:
+        pieces, tensors = batch
+        values, num = _floats(tensors), bisect_left(pieces, num_whole)
+        bounds = np.array([0, *itertools.accumulate(map(Tensor.numel, tensors))])
+        # Overflow in float32 is detected in the result, and the piece is read again in float64.
+        with np.errstate(over="ignore", invalid="ignore"):  # numpy's error state is per thread
+            if num:
+                magnitude, end = dead[values.dtype], bounds[num]
+                whole = measure_pieces(values[:end], bounds[: num + 1], magnitude, count_codes=exponent is not None)
+                rows_MC[pieces[:num]], codes_GK = whole
+                if codes_GK is not None:
+                    counted.append((pieces[:num], codes_GK))
+            if num < len(pieces):
+                received = sum_sq_pieces(values[bounds[num] :], bounds[num:-1] - bounds[num])
+                rows_MC[pieces[num:], RECEIVED_COLUMNS] = received
 
-    _each(batches, read)
+    for_each(batches, read, torch.get_num_threads() if len(batches) >= _SHARED_FROM else 1)
     histogram_MB = None if exponent is None else _histogram(counted, rows_MC[:num_whole], exponent)
     starts_N, starts_of_others = np.array(starts[: len(elements)]), np.array(starts[len(elements) :]) - num_whole
     rows_NC, histogram_NB = merged(rows_MC[:num_whole], histogram_MB, starts_N)
@@ -192,18 +196,6 @@ def _batches(elements: Sequence[Tensor]) -> tuple[list[Batch], list[int], int]:
             batch[1].append(tensor)
         num_pieces += 1
     return batches, starts, num_pieces
-
-
-def _each(batches: Sequence[Batch], read: Callable[[list[int], Floats, IntArray], None]) -> None:
-    """Call a function with each batch: the numbers of its pieces, their elements together, and the bounds of each."""
-
-    def read_batch(batch: Batch) -> None:
-        pieces, tensors = batch
-        # Overflow in float32 is detected in the result, and the piece is read again in float64.
-        with np.errstate(over="ignore", invalid="ignore"):  # numpy's error state is per thread
-            read(pieces, _floats(tensors), np.array([0, *itertools.accumulate(map(Tensor.numel, tensors))]))
-
-    THREAD_POOL.each(batches, read_batch, torch.get_num_threads() if len(batches) >= _SHARED_FROM else 1)
 
 
 def _floats(tensors: list[Tensor]) -> Floats:

@@ -23,7 +23,7 @@ from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, IntArray
 from .compilation import Compilation, after_other_processes
 from .elements import ITEMSIZES, NATIVE_DTYPES, Measurement, Scale, Tensors
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
-from .thread_pool import THREAD_POOL
+from .thread_pool import for_each
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -100,7 +100,7 @@ def _measure(
         loop(slice(None))
     else:
         batches = [slice(begin, begin + _BATCH) for begin in range(0, len(table), _BATCH)]
-        THREAD_POOL.each(batches, loop, torch.get_num_threads())
+        for_each(batches, loop, torch.get_num_threads())
     rows_NC, histogram_NB = cpu.merged(rows, counts, starts_N)
     if not dead_threshold >= 0:
         rows_NC[:, Column.NUM_DEAD] = 0

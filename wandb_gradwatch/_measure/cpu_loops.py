@@ -11,6 +11,7 @@ other files (edges of bins, thresholds) are arguments.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Final
 
 import numba
@@ -53,23 +54,14 @@ _jit_sums: Final = numba.njit(**_ONLY_FOR_LOOPS, fastmath={"reassoc", "contract"
 def _word_intrinsic(build: Callable[..., Any]) -> Any:
     """Make a function of LLVM instructions from words of one type to a word of that type."""
 
-    def unary(typing_context, a):
-        if not isinstance(a, types.Integer):
+    @intrinsic
+    @wraps(build)  # numba takes the number of arguments from the signature
+    def of_words(typing_context, *words):
+        if not isinstance(words[0], types.Integer) or len(set(words)) > 1:
             return None
-        return a(a), lambda context, builder, signature, args: build(builder, *args)
+        return words[0](*words), lambda context, builder, signature, args: build(builder, *args)
 
-    def binary(typing_context, a, b):
-        if not isinstance(a, types.Integer) or a != b:
-            return None
-        return a(a, b), lambda context, builder, signature, args: build(builder, *args)
-
-    def ternary(typing_context, a, b, c):
-        if not isinstance(a, types.Integer) or not a == b == c:
-            return None
-        return a(a, b, c), lambda context, builder, signature, args: build(builder, *args)
-
-    arity = build.__code__.co_argcount - 1
-    return intrinsic({1: unary, 2: binary, 3: ternary}[arity])
+    return of_words
 
 
 def _one(word: Any) -> Any:
@@ -125,26 +117,6 @@ def _value(typing_context, word):
 
 
 @intrinsic
-def _magnitude(typing_context, word):
-    """Return the float with these bits (without sign) as float64; no conversion flushes subnormal numbers."""
-    if word not in (types.uint32, types.uint64):
-        return None
-    narrow = word is types.uint32
-
-    def build(context, builder, signature, args):
-        double, i64 = ir.DoubleType(), ir.IntType(64)
-        if not narrow:
-            return builder.bitcast(args[0], double)
-        subnormal = builder.fmul(builder.uitofp(args[0], double), ir.Constant(double, 2.0**-149))
-        moved = builder.shl(builder.zext(args[0], i64), ir.Constant(i64, 29))
-        normal = builder.bitcast(builder.add(moved, ir.Constant(i64, (1023 - 127) << 52)), double)
-        is_subnormal = builder.icmp_unsigned("<", args[0], ir.Constant(args[0].type, 1 << 23))
-        return builder.select(is_subnormal, subnormal, normal)
-
-    return types.float64(word), build
-
-
-@intrinsic
 def _widened_half(typing_context, half):
     """Convert the bits of a float16 to those of float32 with integers: some processors have no instruction for it."""
     if half is not types.uint16:
@@ -169,6 +141,16 @@ def _widened_half(typing_context, half):
         return builder.or_(wide, builder.shl(builder.and_(bits, word(0x8000)), word(16)))
 
     return types.uint32(half), build
+
+
+@_jit
+def _magnitude(word, sign):
+    """Return the float with these bits (without sign) as float64; a conversion may flush subnormal numbers of float32.
+
+    Args:
+        sign: the sign bit, which tells float32 from float64.
+    """
+    return np.float64(word) * 2.0**-149 if sign == SIGN32 and word < 1 << 23 else _value(word)
 
 
 @_jit
@@ -369,10 +351,10 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, pairs, bin
     row[GRAD_MIN], row[GRAD_MAX], row[GRAD_ABS_MIN_NONZERO] = np.inf, -np.inf, np.inf
     if num_finite:
         # Positive floats sort like integers, negative ones in reverse.
-        row[GRAD_MIN] = -_magnitude(_minus_sign(highest)) if highest >= sign else _magnitude(lowest)
-        row[GRAD_MAX] = _magnitude(outermost) if lowest < sign else -_magnitude(_minus_sign(lowest))
+        row[GRAD_MIN] = -_magnitude(_minus_sign(highest), sign) if highest >= sign else _magnitude(lowest, sign)
+        row[GRAD_MAX] = _magnitude(outermost, sign) if lowest < sign else -_magnitude(_minus_sign(lowest), sign)
     if num_zero < num_finite:
-        row[GRAD_ABS_MIN_NONZERO] = _magnitude(_halved_above(smallest))
+        row[GRAD_ABS_MIN_NONZERO] = _magnitude(_halved_above(smallest), sign)
 
 
 @_jit

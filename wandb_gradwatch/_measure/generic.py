@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, SCALE_POWER, ZERO_BIN, Column
 from .elements import Measurement, Scale, Tensors, add_implicit_zeros, elements_of, upload, wide_dtype
-from .float_bits import FLOAT32, FLOAT64, bin_of_code
+from .float_bits import FLOAT32, FLOAT64, FloatBits, bin_of_code
 from .tiling import TilingPlan, current_stream, fold, pages, plan_for
 
 # N tensors, C columns, B histogram bins, R lines
@@ -28,17 +28,16 @@ def measure(
     Cost: 19 launches per page of 8 million elements, 8 for parameters, 12 for the histogram; the host does not wait
     unless a gradient is sparse.
     """
-    pairs = [elements_of(gradient) for gradient in gradients]
-    elements = [pair[0] for pair in pairs]
+    elements, num_implicit_zeros = zip(*map(elements_of, gradients), strict=True)
     device = gradients[0].device
     scale = None if inverse_scale is None else inverse_scale.to(wide_dtype(device))
     rows_NC = _of_all(elements, lambda same, plan: _rows(same, plan, dead_threshold, scale))
     if parameters is not None:
         sums_N3 = _sums_of_squares(parameters)
         rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sums_N3[:, 0], sums_N3[:, 1:].sum(1)
-    rows_NC[:, Column.NUM_ELEMENTS] = _uploaded(tuple(e.numel() for e in elements), device)
+    rows_NC[:, Column.NUM_ELEMENTS] = upload(np.array([e.numel() for e in elements], dtype=np.int64), device)
     histogram_NB = _of_all(elements, lambda same, plan: _histogram(same, plan, scale)) if histogram else None
-    add_implicit_zeros(rows_NC, histogram_NB, [pair[1] for pair in pairs])
+    add_implicit_zeros(rows_NC, histogram_NB, num_implicit_zeros)
     return Measurement(rows_NC, histogram_NB)
 
 
@@ -53,20 +52,18 @@ def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
 def _of_all(elements: Sequence[Tensor], measure_alike: Callable[[list[Tensor], TilingPlan], Tensor]) -> Tensor:
     """Apply a function to the tensors of each dtype, and return the results in the tensors' order: [N, any]."""
     by_dtype: dict[torch.dtype, list[int]] = {}
+    device = elements[0].device
     for index, tensor in enumerate(elements):
         by_dtype.setdefault(tensor.dtype, []).append(index)
     parts = []
     for indices in by_dtype.values():
         alike = [elements[i] for i in indices]
-        parts.append(measure_alike(alike, plan_for(tuple(e.numel() for e in alike), alike[0].device)))
+        plan = plan_for(tuple(e.numel() for e in alike), device, current_stream(device))
+        parts.append(measure_alike(alike, plan))
     if len(parts) == 1:
         return parts[0]
     order = list(chain.from_iterable(by_dtype.values()))
-    return torch.cat(parts)[_uploaded(tuple(np.argsort(order).tolist()), parts[0].device)]
-
-
-def _uploaded(values: tuple[int, ...], device: torch.device) -> Tensor:
-    return upload(np.array(values, dtype=np.int64), device)
+    return torch.cat(parts)[upload(np.argsort(order), device)]
 
 
 def _rows(elements: list[Tensor], plan: TilingPlan, dead_threshold: float, scale: Tensor | None) -> Tensor:
@@ -164,11 +161,10 @@ def _bins(page: Tensor, scale: Tensor | None) -> Tensor:
     layout = FLOAT64 if values.dtype is torch.float64 else FLOAT32
     bits = values.view(torch.int64 if layout is FLOAT64 else torch.int32)
     codes = (bits >> layout.code_shift) & (layout.num_codes - 1)
-    return torch.where(
-        values == 0, ZERO_BIN, _bin_table(layout is FLOAT64, page.device, current_stream(page.device))[codes.long()]
-    )
+    table = _bin_table(layout, page.device, current_stream(page.device))
+    return torch.where(values == 0, ZERO_BIN, table[codes.long()])
 
 
 @lru_cache(maxsize=64)
-def _bin_table(double: bool, device: torch.device, stream: int) -> Tensor:
-    return upload(bin_of_code(FLOAT64 if double else FLOAT32, 0).copy(), device)
+def _bin_table(layout: FloatBits, device: torch.device, stream: int) -> Tensor:
+    return upload(bin_of_code(layout, 0).copy(), device)

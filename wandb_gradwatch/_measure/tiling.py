@@ -33,18 +33,14 @@ class TilingPlan:
     steps: tuple[Tensor, ...]  # index tables of the fold, on the device; index R is a line of the identity
 
 
-def plan_for(sizes: tuple[int, ...], device: torch.device) -> TilingPlan:
-    """Lay out tensors of these sizes, for use on the device's current stream."""
-    return _plan_of(sizes, device, current_stream(device))
-
-
 def current_stream(device: torch.device) -> int:
     """Return a cache key for tables on a device: a stream must not read what another stream has not uploaded yet."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 @lru_cache(maxsize=16)
-def _plan_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> TilingPlan:
+def plan_for(sizes: tuple[int, ...], device: torch.device, stream: int) -> TilingPlan:
+    """Lay out tensors of these sizes, for use on the device's current stream, given by `current_stream`."""
     num_lines = tuple(-(-size // LINE) for size in sizes)
     filling = [lines * LINE - size for lines, size in zip(num_lines, sizes, strict=True)]
     steps = []
@@ -95,6 +91,5 @@ def fold(lines: Tensor, plan: TilingPlan, merge: Callable[[Tensor], Tensor], ide
         identity: the value that does not change others in a merge.
     """
     for index in plan.steps:
-        nothing = torch.full_like(lines[:1], identity) if len(lines) else lines.new_full((1, lines.shape[1]), identity)
-        lines = merge(torch.cat([lines, nothing])[index])
+        lines = merge(torch.cat([lines, lines.new_full((1, lines.shape[1]), identity)])[index])
     return lines

@@ -6,7 +6,7 @@ Each part of the state has one owner:
     rank_merge.py     windows in the merge over ranks
     alert_manager.py  the rules, and the episodes of each title
     recorder.py       the last samples, the user's notes, and the alerts that were sent
-    dispatcher.py     the sinks, the user's callbacks, messages that are logged once
+    dispatcher.py     the sinks, the user's callbacks, messages that are logged once, the news for the schedule
 
 The capture and the sample buffer precede this package; the watcher owns all objects of this package.
 """

@@ -16,7 +16,7 @@ from ..snapshot import Snapshot, keys
 
 # S samples in the window, P watched parameters
 
-Number = TypeVar("Number", np.float64, np.int64)
+Number = TypeVar("Number", np.float64, np.int64, np.bool_)
 NO_HISTOGRAM: Final = ArrivedFlush(None, ())
 
 
@@ -52,8 +52,16 @@ def with_totals(snapshot: Snapshot, parts: Mapping[str, Sequence[int]]) -> Snaps
 
 def padded(values: NDArray[Number], num_names: int, *, fill: float = math.nan) -> NDArray[Number]:
     """Append rows of `fill` for names that appeared after the values were measured: [P, any]."""
-    missing = num_names - len(values)
-    return np.pad(values, ((0, missing), (0, 0)), constant_values=fill) if missing else values
+    return values if len(values) == num_names else placed(values, slice(len(values)), num_names, fill=fill)
+
+
+def placed(
+    values: NDArray[Number], places: Sequence[int] | slice, num_names: int, *, fill: float = math.nan
+) -> NDArray[Number]:
+    """Move rows to these places among those of all names: [P, any]; all other rows are `fill`."""
+    whole = np.full((num_names, *values.shape[1:]), fill, dtype=values.dtype)
+    whole[places] = values
+    return whole
 
 
 def _stacked(metrics: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:

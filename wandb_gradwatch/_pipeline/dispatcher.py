@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,17 @@ class _Said:
     count: int = 0
 
 
+@dataclass
+class News:
+    """What a delivery of samples has found and sent, for the capture's schedule."""
+
+    is_unusual: bool = False  # a sample was not finite, or its norm was three times the usual one
+    is_untraced: bool = False  # a gradient was modified although its version counter had not changed
+    titles: set[str] = field(default_factory=set)  # of the alerts that were sent
+    seconds_on_rows: float = 0.0  # time for writing windows
+    seconds_on_alerts: float = 0.0  # time for diagnosing and sending alerts
+
+
 class Dispatcher:
     """Sends snapshots, alerts and messages. Owns the sinks, the flight recorder, and the messages logged once.
 
@@ -46,7 +57,7 @@ class Dispatcher:
         self._to_terminal = to_terminal
         self._first_alert: Alert | None = None
         self._num_alerts = 0
-        self._sent_titles: set[str] = set()
+        self.news = News()  # since the last call of `pop_news`
 
     @property
     def said(self) -> list[str]:
@@ -74,7 +85,7 @@ class Dispatcher:
         """Send an alert to the recorder, all sinks and the user's callbacks; an ERROR also writes the recorder."""
         self.recorder.alert(alert)
         self._num_alerts += 1
-        self._sent_titles.add(alert.title)
+        self.news.titles.add(alert.title)
         self._first_alert = self._first_alert or alert
         if alert.level == "ERROR" and not any(sink.is_terminal for sink in self._sinks):
             self._say(str(alert))
@@ -90,10 +101,10 @@ class Dispatcher:
         if raised is not None:
             raise CallbackError from raised
 
-    def pop_titles(self) -> set[str]:
-        """Return the titles of the alerts sent since the last call of `pop_titles`."""
-        titles, self._sent_titles = self._sent_titles, set()
-        return titles
+    def pop_news(self) -> News:
+        """Return the news since the last call of `pop_news`."""
+        news, self.news = self.news, News()
+        return news
 
     def pop_seconds(self) -> float:
         """Return the seconds that sinks took outside of the dispatcher's calls since the last call of `pop_seconds`."""

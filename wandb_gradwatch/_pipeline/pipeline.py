@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -31,15 +31,6 @@ _UNUSUAL_GROWTH: Final = 3.0  # a norm that grew by this factor is unusual: more
 _KNOWN: Final = 4  # number of samples before one can be unusual
 # A larger norm may overflow in float16 clipping, which then multiplies by 0: zero_grad() was not called.
 _CLIPPED_TO_NOTHING: Final = 65504.0
-
-
-@dataclass
-class News:
-    """Information about arrived samples for the capture's schedule."""
-
-    is_unusual: bool = False  # a sample was not finite, or its norm was three times the usual one
-    is_untraced: bool = False  # a gradient was modified although its version counter had not changed
-    seconds_on_rows: float = 0.0  # time for writing windows
 
 
 class Pipeline:
@@ -77,11 +68,10 @@ class Pipeline:
         self._unjudged: list[ArrivedSample] = []
         self._known = self._names()  # the names of the unjudged samples
         self._reducer: RankMerger | None = None
-        self._merges = True
+        self.merges = True  # False at exit or after an exception: other ranks may have ended
         self._newest: Snapshot | None = None
         self._unreturned: Snapshot | None = None
         self._sums_sq: deque[float] = deque(maxlen=16)  # squared norms of the last samples
-        self._news = News()
 
     @property
     def has_work(self) -> bool:
@@ -121,11 +111,6 @@ class Pipeline:
         snapshot, self._unreturned = self._unreturned, None
         return snapshot
 
-    def pop_news(self) -> News:
-        """Return the news since the last call of `pop_news`."""
-        news, self._news = self._news, News()
-        return news
-
     def deliver(self, *, wait: bool = False) -> None:
         """Process the samples and windows that have arrived; with `wait`, all that were sent.
 
@@ -149,8 +134,8 @@ class Pipeline:
             attempt(self._take if isinstance(arrived, ArrivedSample) else self._end_window, arrived)
         attempt(self._judge)
         if self._reducer is not None:
-            windows = self._reducer.poll(wait=wait and self._merges)
-            if wait and not (self._merges or self._shards.any):
+            windows = self._reducer.poll(wait=wait and self.merges)
+            if wait and not (self.merges or self._shards.any):
                 # No other rank will merge these windows. Without shards they are complete but for comparisons of ranks.
                 windows += self._reducer.give_back()
             for merged in windows:
@@ -170,7 +155,7 @@ class Pipeline:
             if self._parts.merges_ranks or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
-        self._news.is_untraced |= sample.changed_without_a_trace
+        self._dispatcher.news.is_untraced |= sample.changed_without_a_trace
         total_C = sample.total_C
         self._look(total_C)
         was_zeroed = False
@@ -221,7 +206,7 @@ class Pipeline:
         limit = sum_sq / _UNUSUAL_GROWTH**2  # compared with the minimum first, which is cheaper than the median
         is_large = len(self._sums_sq) >= _KNOWN and limit > min(self._sums_sq)
         if nonfinite or (is_large and limit > statistics.median(self._sums_sq)):
-            self._news.is_unusual = True
+            self._dispatcher.news.is_unusual = True
         self._sums_sq.append(sum_sq)
 
     def _say_zeroed(self, step: int) -> None:
@@ -251,7 +236,7 @@ class Pipeline:
         overhead_ratio = self._overhead_ratio()
         if not self._parts.merges_ranks:
             self._write(samples, flush, overhead_ratio)
-        elif self._merges:
+        elif self.merges:
             self._submit(samples, flush, overhead_ratio)
         elif not self._shards.any:  # the window is complete but for comparisons of ranks
             self._write(samples, flush, overhead_ratio, unseen=samples)
@@ -289,11 +274,7 @@ class Pipeline:
         finally:  # a user's callback may raise
             began = time.perf_counter()
             self._dispatcher.write(snapshot)
-            self._news.seconds_on_rows += time.perf_counter() - began
-
-    def stop_merging(self) -> None:
-        """Do not merge over ranks any more, at exit or after an exception: other ranks may have ended."""
-        self._merges = False
+            self._dispatcher.news.seconds_on_rows += time.perf_counter() - began
 
     def rescue(self) -> None:
         """After an error of the monitor, write the open window without its histogram, unless the model is sharded."""

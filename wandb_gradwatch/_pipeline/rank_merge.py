@@ -77,7 +77,6 @@ class RankMerger:
         self._todo: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._under_way: deque[_Submitted] = deque()
         self._thread: threading.Thread | None = None
-        self._group_size = GROUP
         self._store = rank_store(f"{name}/merge")  # here: the user may destroy the default group before the first flush
         self.given_up = False
 
@@ -131,9 +130,7 @@ class RankMerger:
 
     def _meet(self) -> RankTree:
         clone = getattr(self._store, "clone", None)  # torch >= 2.6: waiting on a clone does not block the store
-        return RankTree(
-            self._store if clone is None else clone(), self._rank, self._world, self._wait, size=self._group_size
-        )
+        return RankTree(self._store if clone is None else clone(), self._rank, self._world, self._wait, size=GROUP)
 
     def _give_up(self, error: Exception) -> None:
         self.given_up = True

@@ -9,14 +9,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from .._capture.parameter_registry import ParameterRegistry
 from .._runtime.sharding import has_fsdp1, rank_store
 from .._transfer.transfers import Names
+from .assembly import placed
 from .rank_merge import RankWindow
 
 # P watched parameters, R ranks
@@ -39,21 +38,16 @@ class WholeModel:
 
     def window(self, own: RankWindow) -> RankWindow:
         """The window with rows for the parameters of all ranks; rows of other ranks are missing and not counted."""
-        num_own, num_known = len(own.names), len(self.known.names)
-        places = [*self.places, *range(num_known, num_known + num_own - len(self.places))]
-
-        def spread(values: Any, elsewhere: Any) -> Any:
-            whole = np.full((num_known + num_own - len(self.places), *values.shape[1:]), elsewhere, dtype=values.dtype)
-            whole[places] = values
-            return whole
-
-        histogram = own.flush.histogram
+        names, histogram = self.known.names + own.names[len(self.places) :], own.flush.histogram
+        places, num_names = [*self.places, *range(len(self.known.names), len(names))], len(names)
+        if histogram is not None:
+            histogram = placed(histogram, places, num_names, fill=0)
         return replace(
             own,
-            samples=tuple(replace(sample, rows=spread(sample.rows, np.nan)) for sample in own.samples),
-            flush=own.flush if histogram is None else replace(own.flush, histogram=spread(histogram, 0)),
-            names=self.known.names + own.names[len(self.places) :],
-            counted=spread(own.counted, False),
+            samples=tuple(replace(sample, rows=placed(sample.rows, places, num_names)) for sample in own.samples),
+            flush=replace(own.flush, histogram=histogram),
+            names=names,
+            counted=placed(own.counted, places, num_names, fill=False),
         )
 
 
@@ -87,13 +81,11 @@ class RankParts:
             return None
         digests = [self._store.get(f"rank/{rank}").decode() for rank in range(world)]
         texts = {digest: json.loads(self._store.get(f"what/{digest}")) for digest in set(digests)}
-        whole = whole_model([texts[digest] for digest in digests], dist.get_rank())
-        names = tuple(self._prefix + name for name in whole.known.names)
-        return replace(whole, known=replace(whole.known, names=names))
+        return _whole_model([texts[digest] for digest in digests], dist.get_rank(), self._prefix)
 
 
-def whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], rank: int) -> WholeModel:
-    """Combine the parameters of each rank, given as (name, shape, trainable)."""
+def _whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], rank: int, prefix: str) -> WholeModel:
+    """Combine the parameters of each rank, given as (name, shape, trainable); their names get the prefix."""
     place_of: dict[tuple[str, tuple[int, ...]], int] = {}
     names: dict[str, bool] = {}  # name -> whether it is trainable, in the order of the indices
     ranks: list[set[int]] = []
@@ -106,5 +98,5 @@ def whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], r
                 ranks.append(set())
             ranks[place_of[key]].add(index)
     places = tuple(place_of[name, tuple(shape)] for name, shape, _ in of_ranks[rank])
-    known = Names(tuple(names), tuple(names.values()))
+    known = Names(tuple(prefix + name for name in names), tuple(names.values()))
     return WholeModel(known, places, tuple(frozenset(ranks[place]) for place in places))

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .._measure.columns import NUM_BINS, Column
+from .._measure.columns import NUM_BINS, Column, IntArray
 from ..rules import Alert
 from ..snapshot import Snapshot
 from ..snapshot._shapes import merge_snapshots, select_samples
@@ -53,7 +53,7 @@ class FlightRecorder:
         self.max_samples = max_samples
         self._batches: deque[dict[str, Any]] = deque()  # arguments of the Snapshot of each batch of samples
         self._num_samples = 0  # in all batches
-        self._newest_histogram: Snapshot | None = None
+        self._newest_histogram: tuple[tuple[str, ...], IntArray, tuple[int, ...]] | None = None  # names, counts, steps
         self._notes: dict[int, Note] = {}
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
 
@@ -70,10 +70,8 @@ class FlightRecorder:
 
     def keep_histogram(self, snapshot: Snapshot) -> None:
         """Keep the histogram of these samples, if there is one, in place of the older one. Does not add samples."""
-        if snapshot.histogram is not None and len(snapshot):
-            self._newest_histogram = replace(
-                snapshot.sample(-1), histogram=snapshot.histogram.copy(), histogram_steps=snapshot.histogram_steps
-            )
+        if snapshot.histogram is not None:
+            self._newest_histogram = snapshot.names, snapshot.histogram.copy(), snapshot.histogram_steps
 
     def note(self, step: int, /, **context: object) -> None:
         """Keep short texts or numbers about a step: the index of the batch, its file, a learning rate.
@@ -107,14 +105,14 @@ class FlightRecorder:
             return None
         merged = merge_snapshots([Snapshot(**kept) for kept in self._batches])
         merged = select_samples(merged, range(len(merged))[-self.max_samples :])
-        newest = self._newest_histogram
-        if newest is None or newest.histogram is None:
+        if self._newest_histogram is None:
             return merged
+        names, counts, steps = self._newest_histogram
         place = {name: index for index, name in enumerate(merged.names)}
-        known = [index for index, name in enumerate(newest.names) if name in place]
+        known = [index for index, name in enumerate(names) if name in place]
         histogram = np.zeros((len(merged.names), NUM_BINS), dtype=np.int64)
-        histogram[[place[newest.names[index]] for index in known]] = newest.histogram[known]
-        return replace(merged, histogram=histogram, histogram_steps=newest.histogram_steps)
+        histogram[[place[names[index]] for index in known]] = counts[known]
+        return replace(merged, histogram=histogram, histogram_steps=steps)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write everything to a file atomically: after a crash during writing, the old file is still complete.

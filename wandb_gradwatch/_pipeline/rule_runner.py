@@ -30,14 +30,14 @@ class RuleRunner:
         self._alert_manager = alert_manager
         self._dispatcher = dispatcher
         self._modules = modules
-        self._seconds_on_alerts = 0.0
 
     def check(self, samples: Sequence[ArrivedSample], known: Names) -> None:
         """Run the rules on at least one sample, with these names, and send the alerts."""
         snapshot = snapshot_of(samples, known)
         self._dispatcher.recorder.add(snapshot)  # first, because the history of an alert must contain its own sample
+        if not (alerts := self._alert_manager.process(snapshot)):
+            return
         raised: CallbackError | None = None
-        alerts = self._alert_manager.process(snapshot)
         began = time.perf_counter()
         for alert in alerts:
             alert = _with_interval(alert, snapshot)
@@ -47,7 +47,7 @@ class RuleRunner:
                 self._dispatcher.send(told)
             except CallbackError as error:
                 raised = raised or error
-        self._seconds_on_alerts += time.perf_counter() - began
+        self._dispatcher.news.seconds_on_alerts += time.perf_counter() - began
         if raised is not None:
             raise raised
 
@@ -56,11 +56,6 @@ class RuleRunner:
         found = Alert(title, f"Step {step}: {text}", step, level)
         if self._dispatcher.is_new(title, found.text) and (alert := self._alert_manager.open(found)) is not None:
             self._dispatcher.send(alert)
-
-    def pop_seconds_on_alerts(self) -> float:
-        """Return the seconds spent on diagnosing and sending alerts since the last call of this method."""
-        seconds, self._seconds_on_alerts = self._seconds_on_alerts, 0.0
-        return seconds
 
     def diagnose(self) -> list[Diagnosis]:
         """Return probable causes of the alerts that were sent, most probable first; empty without alerts."""

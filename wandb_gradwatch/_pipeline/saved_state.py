@@ -11,7 +11,7 @@ from .._capture.parts import CaptureParts
 from .._measure.probe_values import MetricHistogram
 from .._transfer.transfers import ArrivedSample, Sample
 from .alert_manager import AlertManager
-from .assembly import Number
+from .assembly import Number, placed
 from .dispatcher import Dispatcher
 from .pipeline import Pipeline
 
@@ -95,8 +95,5 @@ def _loaded(saved: Mapping[str, Any], place: Mapping[int, int], num_names: int) 
 
 def _placed(saved: NDArray[Number], place: Mapping[int, int], num_names: int, missing: float) -> NDArray[Number]:
     """Move saved rows [at most N, any] to the current slots: [P, any]."""
-    values = np.full((num_names, *saved.shape[1:]), missing, dtype=saved.dtype)
-    for old, slot in place.items():
-        if old < len(saved):  # the array lacks names that appeared after it was measured
-            values[slot] = saved[old]
-    return values
+    known = [old for old in place if old < len(saved)]  # the array lacks names that appeared after it was measured
+    return placed(saved[known], [place[old] for old in known], num_names, fill=missing)

@@ -66,9 +66,8 @@ class SampleBuffer:
 
     def write_after_clipping(self, slots: Sequence[int], measurement: Measurement) -> None:
         """Write rows of gradients that may have been clipped before; columns that clipping changes are NaN."""
-        rows = measurement.rows
-        rows[:, _HIDDEN_BY_CLIPPING] = torch.nan
-        self._on(rows.device).put(slots, rows)
+        measurement.rows[:, _HIDDEN_BY_CLIPPING] = torch.nan
+        self.write(slots, measurement)
 
     def put_earlier(self, slots: Sequence[int]) -> None:
         """Keep these rows as the earlier ones: the gradients have changed since, and new rows will be written."""
