@@ -64,7 +64,7 @@ def test_a_metric_of_activations_is_counted(clock):
     assert ratios(on_activation, clock) == [0.25, 0.25]
 
 
-def test_the_watcher_reports_the_seconds_of_each_metric(clock):
+def test_the_watcher_reports_the_seconds_of_each_metric_of_a_dropped_one_too(clock, monkeypatch):
     model = Slow(clock)
     metrics = [
         Metric("forward", clock.passes(2), on="activation", match="linear"),
@@ -75,9 +75,15 @@ def test_the_watcher_reports_the_seconds_of_each_metric(clock):
     before = sum(watcher.metric_seconds.values())
     train(model, [torch.ones(1, 2)] * 2)
     found = watcher.metric_seconds
-    watcher.remove()
     assert before == 0
     assert found == {"FunctionMetrics(forward, backward)": 2 * (2 + 3), "Updates()": 0}
+    probes = watcher._sampler.parts.probes
+    (with_hooks,) = [probe for probe in probes.active if probe.seconds_spent]
+    monkeypatch.setattr(type(with_hooks), "take", lambda self: 1 / 0)
+    train(model, [torch.ones(1, 2)])
+    watcher.remove()
+    assert with_hooks not in probes.active
+    assert watcher.metric_seconds == {"FunctionMetrics(forward, backward)": 3 * (2 + 3), "Updates()": 0}
 
 
 def test_the_forward_of_a_reference_is_counted_once(clock):

@@ -193,6 +193,7 @@ class Probes:
         self.active.remove(probe)
         self.look_inside = [one for one in self.look_inside if one is not probe]
         self._seconds_of_dropped += probe.seconds_spent
+        self._seconds[repr(probe)] += probe.seconds_spent
         logger.error(
             "wandb_gradwatch: %r failed and is dropped; training, gradient logging and the other metrics go on.",
             probe,
