@@ -82,6 +82,8 @@ def run_part(part: Part) -> dict[str, Any]:
             output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
             outcome = f"not done after {part.seconds} seconds"
         figures = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    for folder in (ROOT, sys.prefix):  # the results are to name no paths of the machine
+        output = output.replace(f"{folder}/", "")
     seconds = round(time.perf_counter() - began, 1)
     return {
         "name": part.name,

@@ -7,7 +7,8 @@
     an optimizer has stepped          StepHooks     -> after_step          close the sample if it is complete
     a scaler unscales or skips        GradScalers   -> before_unscale, step_skipped
 
-The SampleClock decides when a sample is complete; the sampler then commits it to the window.
+The SampleClock decides when a sample is complete; the sampler then commits it to the window. The file is long because
+every event of a training enters here, and their order is easier to see in one place.
 """
 
 import time
@@ -386,10 +387,8 @@ class Sampler(Listener):
 
     @property
     def seconds_spent(self) -> float:
-        """The seconds that monitoring has taken: for each sample the larger of the host's and of the device's.
-
-        Host and device work in parallel, and a training may be limited by the one now and by the other later.
-        """
+        """The seconds that monitoring has taken: for each sample the larger of the host's and of the device's, which work
+        in parallel; a training may be limited by the one now and by the other later."""
         return self._account()[0]
 
     def _account(self) -> tuple[float, float, float]:
