@@ -387,8 +387,10 @@ class Sampler(Listener):
 
     @property
     def seconds_spent(self) -> float:
-        """The seconds that monitoring has taken: for each sample the larger of the host's and of the device's, which work
-        in parallel; a training may be limited by the one now and by the other later."""
+        """The seconds that monitoring has taken: for each sample the larger of the host's and of the device's.
+
+        They work in parallel, and a training may be limited by the one now and by the other later.
+        """
         return self._account()[0]
 
     def _account(self) -> tuple[float, float, float]:
