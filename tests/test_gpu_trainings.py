@@ -5,6 +5,7 @@ Skipped without a GPU: nothing here can be simulated.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 
@@ -30,6 +31,18 @@ pytestmark = [
 def layers(width=64, depth=4):
     torch.manual_seed(0)
     return nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]).cuda()
+
+
+@contextlib.contextmanager
+def no_waits():
+    """Raise where the host waits for the device, after the kernels have been compiled."""
+    wait_for_kernels()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def true_norms(model):
@@ -69,14 +82,9 @@ def test_every_metric_is_measured_without_a_wait():
 
     for _ in range(4):
         step()
-    wait_for_kernels()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(5):
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert watcher.step == 9
     snapshot = samples(watcher, sink)
     assert snapshot.steps.tolist() == list(range(1, 10))
@@ -202,14 +210,9 @@ def test_the_default_stays_within_its_budget_on_a_tiny_model_and_measures_withou
 
     for _ in range(300):
         step()
-    wait_for_kernels()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(2000):
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert watcher.step == 2300
     snapshot = samples(watcher, sink)
     assert 10 < len(snapshot) < 2300

@@ -194,9 +194,8 @@ class Evidence:
         inputs, output = input_scale(self.history, first), float(self.history.grad_norm[first, -1])
         if inputs is None or inputs[1] > _ORDINARY_INPUT or "bias" not in name or not output <= _ORDINARY_OUTPUT:
             return ""
-        if (
-            not self.history.total_grad_norm[first] > FIRST_GRADIENT * output
-        ):  # the gradient has not grown: the parameters are small
+        # Otherwise the gradient has not grown: the parameters are small.
+        if not self.history.total_grad_norm[first] > FIRST_GRADIENT * output:
             return ""
         ordinary = f"the inputs of {inputs[0]} have a root mean square of about {number(inputs[1])}"
         return f"{ordinary}, and the gradient of {name} has a norm of {number(output)}"
