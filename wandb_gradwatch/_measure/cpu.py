@@ -46,9 +46,9 @@ def measure(
     gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
 ) -> Measurement:
     """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64."""
-    elements, others, num_implicit_zeros, exponent = scaled_elements(gradients, parameters or (), inverse_scale)
-    threshold = math.ldexp(dead_threshold, -exponent)
-    rows_NC, histogram_NB, others_N3 = _read(elements, others, threshold, exponent if histogram else None)
+    elements, num_implicit_zeros, exponent = scaled_elements(gradients, parameters or (), inverse_scale)
+    num, threshold = len(gradients), math.ldexp(dead_threshold, -exponent)
+    rows_NC, histogram_NB, others_N3 = _read(elements, num, threshold, exponent if histogram else None)
     rows_NC[:, RECEIVED_COLUMNS] = rows_NC[:, AS_LEFT]
     rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
     if parameters is not None:
@@ -59,26 +59,28 @@ def measure(
 
 def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
-    elements, _, _, exponent = scaled_elements(gradients, (), inverse_scale)
-    sums_N3 = _read((), elements)[2]
+    elements, _, exponent = scaled_elements(gradients, (), inverse_scale)
+    sums_N3 = _read(elements, 0)[2]
     sums_N3[:, 0] *= math.ldexp(1.0, 2 * exponent)
     return torch.from_numpy(sums_N3)
 
 
 def _read(
-    elements: Sequence[Tensor], others: Sequence[Tensor], threshold: float = 0.0, exponent: int | None = None
+    elements: Sequence[Tensor], num: int, threshold: float = 0.0, exponent: int | None = None
 ) -> tuple[FloatArray, IntArray | None, FloatArray]:
     """Read N tensors for whole rows, and others only for what the received columns contain, all in one pass.
 
     Args:
+        elements: the N tensors, and then the others.
+        num: N.
         threshold: the dead threshold for the elements as they are.
         exponent: count a histogram of the N tensors multiplied by 2**exponent; None for no histogram.
 
     Returns:
         The rows [N, C], the histogram [N, B], and of the others the received columns [any, 3].
     """
-    batches, starts, num_pieces = _batches([*elements, *others])
-    num_whole = starts[len(elements)] if others else num_pieces  # pieces of the first N tensors
+    batches, starts, num_pieces = _batches(elements)
+    num_whole = starts[num] if len(elements) > num else num_pieces  # pieces of the first N tensors
     rows_MC = np.empty((num_pieces, NUM_COLUMNS))
     rows_MC[:] = IDENTITY_C
     dead = {layout.float_dtype: largest_magnitude_within(threshold, layout) for layout in (FLOAT32, FLOAT64)}
@@ -102,7 +104,7 @@ def _read(
 
     for_each(batches, read, torch.get_num_threads() if len(batches) >= _SHARED_FROM else 1)
     histogram_MB = None if exponent is None else _histogram(counted, rows_MC[:num_whole], exponent)
-    starts_N, starts_of_others = np.array(starts[: len(elements)]), np.array(starts[len(elements) :]) - num_whole
+    starts_N, starts_of_others = np.array(starts[:num]), np.array(starts[num:]) - num_whole
     rows_NC, histogram_NB = merged(rows_MC[:num_whole], histogram_MB, starts_N)
     of_others, _ = merged(rows_MC[num_whole:], None, starts_of_others)
     return rows_NC, histogram_NB, of_others[:, RECEIVED_COLUMNS]
@@ -110,22 +112,22 @@ def _read(
 
 def scaled_elements(
     gradients: Tensors, parameters: Tensors, inverse_scale: Scale
-) -> tuple[Tensors, Tensors, Sequence[int], int]:
-    """Return tensors whose memory holds the elements of the gradients and of the parameters.
+) -> tuple[Sequence[Tensor], Sequence[int], int]:
+    """Return tensors whose memory holds the elements of the gradients, and then those of the parameters.
 
     Also the gradients' numbers of implicit zeros, and n of a factor 2**n that is still to be applied to them.
     """
-    stored, num_implicit_zeros = readable([*gradients, *parameters], "cpu")
-    num = len(gradients)
-    elements, others, num_implicit_zeros = stored[:num], stored[num:], num_implicit_zeros[:num]
+    elements, num_implicit_zeros = readable([*gradients, *parameters], "cpu")
+    num_implicit_zeros = num_implicit_zeros[: len(gradients)]
     if inverse_scale is None:
-        return elements, others, num_implicit_zeros, 0
+        return elements, num_implicit_zeros, 0
     scale = float(inverse_scale)
     mantissa, exponent = math.frexp(scale)
     if mantissa == 0.5 and -400 < exponent <= 1:
         # A power of two only shifts exponents: the bits are read unscaled; sums and bins are shifted afterwards.
-        return elements, others, num_implicit_zeros, exponent - 1
-    return [e.to(torch.float64) * scale for e in elements], others, num_implicit_zeros, 0
+        return elements, num_implicit_zeros, exponent - 1
+    scaled = [one.to(torch.float64) * scale for one in elements[: len(gradients)]]
+    return [*scaled, *elements[len(gradients) :]], num_implicit_zeros, 0
 
 
 def _histogram(counted: Sequence[tuple[list[int], IntArray]], rows_MC: FloatArray, exponent: int) -> IntArray:

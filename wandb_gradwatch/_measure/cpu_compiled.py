@@ -86,20 +86,20 @@ def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
 def _measure(
     loops: Loops, gradients: Tensors, parameters: Tensors | None, dead_threshold: float, scale: Scale, histogram: bool
 ) -> Measurement:
-    elements, parameter_elements, num_zeros, exponent = cpu.scaled_elements(gradients, parameters or (), scale)
-    (table, parameter_table), starts_N = _tables(elements, parameter_elements)
-    rows = np.empty((len(table), NUM_COLUMNS))
-    counts = np.zeros((len(table), NUM_BINS if histogram else 0), dtype=np.int64)
-    dead, bins = _dead_words(dead_threshold, exponent), (bin_of_code(FLOAT32, exponent), bin_of_code(FLOAT64, exponent))
-
-    # It holds the tensors, which a helper may still read.
-    def loop(some: slice, _held: object = (elements, parameter_elements)) -> None:
-        loops(table[some], parameter_table[some], *dead, *bins, rows[some], counts[some])
-
+    elements, num_zeros, exponent = cpu.scaled_elements(gradients, parameters or (), scale)
+    table, starts_N = _table(elements, len(gradients))
+    num_pieces = table.shape[2]
+    rows = np.empty((num_pieces, NUM_COLUMNS))
+    counts = np.zeros((num_pieces, NUM_BINS if histogram else 0), dtype=np.int64)
+    limits = _limits(dead_threshold, exponent)
     if starts_N is None:
-        loop(slice(None))
+        loops(table, *limits, rows, counts)
     else:
-        batches = [slice(begin, begin + _BATCH) for begin in range(0, len(table), _BATCH)]
+        # It holds the tensors, which a helper may still read.
+        def loop(some: slice, _held: object = elements) -> None:
+            loops(table[:, :, some], *limits, rows[some], counts[some])
+
+        batches = [slice(begin, begin + _BATCH) for begin in range(0, num_pieces, _BATCH)]
         for_each(batches, loop, torch.get_num_threads())
     rows_NC, histogram_NB = cpu.merged(rows, counts, starts_N)
     if not dead_threshold >= 0:
@@ -107,45 +107,41 @@ def _measure(
     return cpu.of_gradients(rows_NC, histogram_NB if histogram else None, num_zeros, exponent)
 
 
-def _tables(elements: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:
-    """The tables of N tensors and of their parameters: [M, 3] each (or [0, 3]), and each tensor's first piece: [N].
+def _table(elements: Sequence[Tensor], num: int) -> tuple[IntArray, IntArray | None]:
+    """The table of `num` gradients and as many parameters, or none, and the number of each gradient's first piece: [N].
 
-    None for the first pieces: there is little to read, and every tensor is one piece.
+    The table [3, G, M] has addresses, numbers of elements, and kinds; G is 1 without parameters and 2 with them. None
+    for the first pieces: there is little to read, and every tensor is one piece.
     """
-    tensors = [*elements, *parameters]
-    addresses, sizes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
+    addresses, sizes = list(map(Tensor.data_ptr, elements)), list(map(Tensor.numel, elements))
     if 0 in addresses and any(size for size, address in zip(sizes, addresses, strict=True) if not address):
         raise RuntimeError("a tensor with elements has no memory: its storage was freed or is not allocated yet")
-    kinds = [NATIVE_DTYPES[tensor.dtype] for tensor in tensors]
-    table = np.ascontiguousarray(np.array([addresses, sizes, kinds], dtype=np.int64).T)
-    tables = [table[: len(elements)], table[len(elements) :]]
-    return (tables, None) if sum(sizes) < _SHARED_FROM else _cut(tables)
+    kinds = [NATIVE_DTYPES[tensor.dtype] for tensor in elements]
+    table = np.array(addresses + sizes + kinds, dtype=np.int64).reshape(3, -1, num)
+    return (table, None) if sum(sizes) < _SHARED_FROM else _cut(table)
 
 
-def _cut(tables: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
-    """Cut the tensors of all lists at the same places; return tables of pieces, and each tensor's first piece."""
-    largest_N = np.maximum.reduce([table[:, 1] for table in tables if len(table)])
-    num_pieces_N = np.maximum(-(-largest_N // _PIECE), 1)
+def _cut(table: IntArray) -> tuple[IntArray, IntArray]:
+    """Cut each gradient and its parameter at the same places; return the table of pieces, and the first pieces."""
+    num_pieces_N = np.maximum(-(-table[1].max(axis=0) // _PIECE), 1)
     starts_N = np.cumsum(num_pieces_N) - num_pieces_N
     of_tensor_M = np.repeat(np.arange(len(num_pieces_N)), num_pieces_N)
-    begin_M = (np.arange(len(of_tensor_M)) - starts_N[of_tensor_M]) * _PIECE
-    cut = []
-    for table in tables:
-        pieces = table[of_tensor_M] if len(table) else table
-        if len(table):
-            begin = np.minimum(begin_M, pieces[:, 1])
-            pieces[:, 0] += begin * ITEMSIZES[pieces[:, 2]]
-            pieces[:, 1] = np.minimum(pieces[:, 1] - begin, _PIECE)
-        cut.append(pieces)
-    return cut, starts_N
+    pieces = table[:, :, of_tensor_M]
+    begin = np.minimum((np.arange(len(of_tensor_M)) - starts_N[of_tensor_M]) * _PIECE, pieces[1])
+    pieces[0] += begin * ITEMSIZES[pieces[2]]
+    pieces[1] = np.minimum(pieces[1] - begin, _PIECE)
+    return pieces, starts_N
 
 
 @lru_cache(maxsize=8)
-def _dead_words(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uint64]:
+def _limits(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uint64, IntArray, IntArray]:
+    """The largest dead magnitude as float32 and as float64, and the bins of the codes, for elements * 2**exponent."""
     threshold = math.ldexp(dead_threshold, -exponent)
     return (
         np.uint32(max(largest_magnitude_within(threshold, FLOAT32), 0)),
         np.uint64(max(largest_magnitude_within(threshold, FLOAT64), 0)),
+        bin_of_code(FLOAT32, exponent),
+        bin_of_code(FLOAT64, exponent),
     )
 
 

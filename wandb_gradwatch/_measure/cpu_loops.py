@@ -33,7 +33,7 @@ HEADROOM: Final = 16  # codes of the window that lie above the largest of the fi
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3  # kinds of tensors
 
-# The columns of a row, in the order of columns.py; the columns of the table of tensors.
+# The columns of a row, in the order of columns.py; the first index of the table of tensors.
 NUM_ELEMENTS, NUM_NAN, NUM_INF, NUM_ZERO, NUM_DEAD, GRAD_SUM, GRAD_SUM_SQ, GRAD_MIN, GRAD_MAX, GRAD_ABS_MIN_NONZERO = (
     range(10)
 )
@@ -370,12 +370,11 @@ def _parameter(address, size, kind, infinity, scratch, row):
         row[PARAM_SUM_SQ] += squares
 
 
-def _measure(table, parameter_table, dead32, dead64, bins32, bins64, rows, histogram):
+def _measure(table, dead32, dead64, bins32, bins64, rows, histogram):
     """Measure pieces of memory: tensors, or parts of them.
 
     Args:
-        table: address, number of elements and kind of each piece: [M, 3].
-        parameter_table: the same for the parameters, or [0, 3].
+        table: address, number of elements and kind of each gradient's piece, and of its parameter's: [3, 1 or 2, M].
         dead32, dead64: the bits of the largest dead magnitude, as float32 and as float64.
         bins32, bins64: the histogram bin of each code, or B for codes without a bin: [K] each.
         rows: the output: [M, C].
@@ -385,16 +384,16 @@ def _measure(table, parameter_table, dead32, dead64, bins32, bins64, rows, histo
     scratch64, spare64 = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     pairs = np.zeros(SLOTS * SLOTS if histogram.shape[1] > 0 else 0, np.uint16)
     layout32, layout64 = (SIGN32, INFINITY32, SHIFT32), (SIGN64, INFINITY64, SHIFT64)
-    for i in range(len(table)):
-        address, size, kind = table[i, ADDRESS], table[i, SIZE], table[i, KIND]
+    for i in range(len(rows)):
+        address, size, kind = table[ADDRESS, 0, i], table[SIZE, 0, i], table[KIND, 0, i]
         row, counts = rows[i], histogram[i]
         if kind == FLOAT64:
             _gradient(address, size, kind, layout64, dead64, scratch64, spare64, row, pairs, bins64, counts)
         else:
             _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, pairs, bins32, counts)
         row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = np.nan, np.nan
-        if len(parameter_table):
-            address, size, kind = parameter_table[i, ADDRESS], parameter_table[i, SIZE], parameter_table[i, KIND]
+        if table.shape[1] > 1:
+            address, size, kind = table[ADDRESS, 1, i], table[SIZE, 1, i], table[KIND, 1, i]
             if kind == FLOAT64:
                 _parameter(address, size, kind, INFINITY64, scratch64, row)
             else:
@@ -407,7 +406,8 @@ def compile_loops(*, cache: bool) -> Callable[..., None]:
     Args:
         cache: keep the result on disk; raises an exception if there is no writable folder.
     """
-    table, rows = types.int64[:, ::1], types.float64[:, ::1]
+    table = types.int64[:, :, :]  # its rows are not adjacent in a part of a table
+    rows, histogram = types.float64[:, ::1], types.int64[:, ::1]
     bins = types.Array(types.int64, 1, "C", readonly=True)
-    signature = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table)
+    signature = types.void(table, types.uint32, types.uint64, bins, bins, rows, histogram)
     return numba.njit(signature, nogil=True, cache=cache)(_measure)
