@@ -99,7 +99,7 @@ class BackwardRest(Rest):
                 self._backward_begins(was_reset=was_reset)
             except Exception as error:
                 self.boundary.fail(error)
-            self.seconds_spent += time.perf_counter() - began
+            self._seconds += time.perf_counter() - began
 
         return backward_begins
 

@@ -80,7 +80,7 @@ class Plan:
     """The cadence that a budget allows after a sample."""
 
     every: int = 1  # steps to the next sample
-    samples_per_row: int = 1  # needed in a window before it is flushed: they cost as much as a row
+    samples_per_row: int = 1  # needed in a window before it is flushed: they cost twice as much as a row
 
     def next_sample(self, step: int) -> int:
         """Return the next step to sample: `every` steps later, rounded up to a multiple of a round number."""
@@ -175,7 +175,7 @@ class Budget:
         if on_rows:
             self._costs_of_rows.append(on_rows)
         cost, of_row = _middle(self._costs), _middle(self._costs_of_rows)
-        samples_per_row = min(max(round(of_row / max(cost, 1e-9)), 1), self.BURST)
+        samples_per_row = min(max(round(2 * of_row / max(cost, 1e-9)), 1), self.BURST)
         of_row /= samples_per_row
         cost, latest = cost + of_row, latest + of_row
         step_seconds = statistics.median(self._step_seconds)

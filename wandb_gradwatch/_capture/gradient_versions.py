@@ -8,6 +8,7 @@ import itertools
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final
 
 from torch import Tensor
@@ -23,6 +24,7 @@ _VERSION_BITS: Final = 32
 _NEVER: Final = (1 << _VERSION_BITS) - 1  # instead of a version: not looked at yet
 _OLDER_THAN_ITS_HOOK: Final = _NEVER - 1
 _NOTHING: Final = -1  # the state where there is no gradient
+_slot: Final = itemgetter(0)  # of an entry
 
 REPLACED: Final = sys.maxsize
 
@@ -61,16 +63,10 @@ def is_new(gradient: Tensor) -> bool:
 
 def look_at(gradients: Iterable[Tensor]) -> list[int]:
     """Return the gradients' states, and record that their current values have been looked at."""
-    states = []
-    for gradient in gradients:
-        attributes = gradient.__dict__
-        seen = attributes.get(_SEEN)
-        token = next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER
-        try:
-            attributes[_SEEN] = token | gradient._version
-        except RuntimeError:  # an inference tensor has no version
-            attributes[_SEEN] = token
-        states.append(attributes[_SEEN])
+    held = list(gradients)
+    states = [state if state > _NEVER else next(_TOKENS) << _VERSION_BITS | state for state in _states_of(held)]
+    for gradient, state in zip(held, states, strict=True):
+        gradient.__dict__[_SEEN] = state
     return states
 
 
@@ -134,7 +130,8 @@ class GradientVersions:
         """Sort parameters by the state of their gradients. Inside a backward all gradients count as not measured."""
         entries = list(entries)
         states = _states_of([parameter.grad for _, parameter in entries])
-        if not (inside_backward or self._unmeasured) and [self.states.get(slot) for slot, _ in entries] == states:
+        known = list(map(self.states.get, map(_slot, entries)))
+        if states == known and not (inside_backward or self._unmeasured):
             return Inspection(unchanged=entries)  # the usual case
         found = Inspection()
         for entry, state in zip(entries, states, strict=True):

@@ -84,10 +84,9 @@ class OpenSample:
         self.measure_present(entries)
         self.mark_present(entries)
 
-    def _drop_zeros_among(self, entries: Iterable[Entry]) -> None:
+    def _drop_zeros_among(self, entries: Sequence[Entry]) -> None:
         """Drop the rows of unmarked gradients that are 0: zero_grad(set_to_none=False) has left them."""
-        marked = self._parts.clock.marked
-        if unmarked := sorted([slot for slot, _ in entries if slot not in marked]):
+        if unmarked := sorted(slot for slot, _ in self._parts.unmarked(entries)):
             self._parts.window.drop_zero_rows(unmarked)
 
     @contained

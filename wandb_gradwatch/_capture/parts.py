@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -114,6 +115,13 @@ class CaptureParts:
         marked = self.clock.waited_for | self.clock.marked_before
         return not unseen or (self.schedule.last_sample != self.clock.step and marked.issuperset(unseen))
 
+    def unmarked(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Return the entries that are not marked in the open sample."""
+        marked = self.clock.marked
+        if marked.issuperset(map(itemgetter(0), entries)):  # the usual case
+            return []
+        return [entry for entry in entries if entry[0] not in marked]
+
     def follow(self) -> list[Entry]:
         """Walk the model and hook new, replaced, unfrozen and swapped parameters. Returns all watched parameters."""
         entries = self.registry.scan()
@@ -121,7 +129,7 @@ class CaptureParts:
         if (
             self.registry.changes != self._followed
             or self.shards.uses_fsdp1
-            or any([p.grad is not None for slot, p in entries if slot not in self.clock.marked])
+            or any([p.grad is not None for slot, p in self.unmarked(entries)])
         ):
             is_first, self._followed = self._version == -1, self.registry.changes
             self.window.resize(len(self.registry.names))

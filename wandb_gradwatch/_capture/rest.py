@@ -6,7 +6,6 @@ such as a step of another optimizer that updates watched parameters. backward_re
 """
 
 import math
-import time
 from threading import get_ident
 from typing import Final
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import num_nodes_made
 from .._runtime.error_boundary import contained
-from .._runtime.steps import StepCounter
+from .._runtime.steps import STEP_HOOKS, QuickCount, StepCounter
 from .._runtime.weak_ids import WeakKeyDictionary
 from .clock import Closed
 from .open_sample import OpenSample
@@ -24,6 +23,9 @@ from .spot_check import SpotCheck, spot_check_of
 
 REGULAR: Final = 4  # number of consecutive samples that show the pattern of steps
 LEAST: Final = 3  # least number of steps for which turning the hooks off and on pays
+# Seconds to count a step, quickly and otherwise. They are not measured, because reading the clock costs as much.
+_QUICK: Final = 3e-6
+_NOT_QUICK: Final = 8e-6
 _STRAY: Final = 100  # nested steps of unknown optimizers after which the outer step is taken to have raised
 
 
@@ -33,7 +35,12 @@ class Rest(StepCounter):
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         self._parts, self._clock, self._sample, self.boundary = parts, parts.clock, sample, parts.boundary
         self._last_step = -1  # the last step that the rest counts
-        self.seconds_spent = 0.0  # on counting
+        self._seconds = 0.0  # that were measured
+
+    @property
+    def seconds_spent(self) -> float:
+        """Seconds spent on counting, and on checks in between."""
+        return self._seconds
 
     def _is_possible(self) -> bool:
         """Whether nothing but the pattern of steps keeps the hooks on: the next sample is some steps away."""
@@ -49,7 +56,7 @@ class Rest(StepCounter):
         parts.clock.discard()
         parts.take_off_hooks(is_alone=not parts.thread.has_company)
         parts.wiring.forget_gradients()
-        self.seconds_spent, self._last_step = 0.0, parts.schedule.wakes_at() - 1
+        self._seconds, self._last_step = 0.0, parts.schedule.wakes_at() - 1
 
     @contained
     def end(self, *, before_step: bool) -> None:
@@ -82,7 +89,7 @@ class StepRest(Rest):
     """Counts samples by the steps of optimizers.
 
     Few calls and few objects matter more here than little arithmetic: between two steps of a training all of this
-    leaves the processor's caches.
+    leaves the processor's caches. Therefore torch's hook itself counts the steps of a single optimizer, up to a check.
     """
 
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
@@ -92,6 +99,12 @@ class StepRest(Rest):
         self._spot_check: SpotCheck | None = None  # the one in use during the rest, and at the step right after it
         self._check_at = math.inf  # the step of the next check
         self._chosen_for = (-1, -1)  # the registry's version and the optimizer's key for which `_chosen` was chosen
+        self._quick: QuickCount | None = None
+        self._first_step = 0
+
+    @property
+    def seconds_spent(self) -> float:
+        return self._seconds + (self._clock.step - self._first_step) * (_NOT_QUICK if self._quick is None else _QUICK)
 
     def sample_closed(self, closed: Closed) -> None:
         """Record which optimizers have made a sample."""
@@ -131,8 +144,16 @@ class StepRest(Rest):
         self._made_last = self._leaders  # keys of the optimizers of the last sample; others may still join it
         self._stepped: frozenset[int] = frozenset()
         self._under_way: tuple[int, ScaledSteps] | None = None
-        self._num_stray = 0
+        self._num_stray, self._stray_step = 0, -1
+        if self._is_only_one and len(makers) == 1 and SCALERS.last_used is None:
+            self._quick = STEP_HOOKS.count_quickly(optimizer, self._clock)
+        self._count_quickly()
         return True
+
+    def _count_quickly(self) -> None:
+        """Count quickly up to the step before the next check, or before the last step of the rest."""
+        if self._quick is not None:
+            self._quick.until = min(self._check_at, self._last_step) - 1
 
     def _spot_check_of(self, optimizer: Optimizer) -> SpotCheck | None:
         """Return the check between samples; None if the user chose the samples, or if gradients change unseen."""
@@ -150,6 +171,9 @@ class StepRest(Rest):
         return self._chosen
 
     def _turn_hooks_on(self, *, before_step: bool) -> None:
+        STEP_HOOKS.end_quick_count()
+        if self._quick is not None:
+            self._last_node, self._quick = max(self._last_node, self._quick.last_node), None
         if self._clock.step > self._first_step:
             self._clock.previous = self._made_last  # a late optimizer may still join the last counted sample
         entries = self._parts.follow()
@@ -166,25 +190,22 @@ class StepRest(Rest):
         """An optimizer is about to step. Returns whether the rest goes on: the step is counted, or part of one."""
         if not self._is_only_one and get_ident() != self._thread:
             return False  # a backward for the other optimizers may be running
-        began = time.perf_counter()
         if (maker := self._makers.get(optimizer)) is None:
-            self._num_stray += 1
-            return self._under_way is not None and self._num_stray < _STRAY and get_ident() == self._thread
+            self._num_stray = self._num_stray + 1 if self._stray_step == self._clock.step else 1
+            self._stray_step = self._clock.step
+            is_inner = self._under_way is not None or (self._quick is not None and self._quick.is_under_way)
+            return is_inner and self._num_stray < _STRAY and get_ident() == self._thread
         if self._clock.step + 1 >= self._check_at and self._finds(optimizer, at_clipping=False):
             return False
-        self._under_way, self._num_stray = maker, 0
+        self._under_way = maker
         if maker[1].scaler is not None:
             maker[1].begin()
-        self.seconds_spent += time.perf_counter() - began
         return True
 
     def finds_at_clipping(self) -> bool:
-        if self._clock.step + 1 < self._check_at:
-            return False
-        began = time.perf_counter()
-        finds = any([self._finds(one, at_clipping=True) for one in self._makers])
-        self.seconds_spent += time.perf_counter() - began
-        return finds
+        return self._clock.step + 1 >= self._check_at and any(
+            [self._finds(one, at_clipping=True) for one in self._makers]
+        )
 
     def check_after_it(self, *, at_clipping: bool) -> None:
         """Sample the step right after the rest, which was only to end a window, if its gradient is unusual."""
@@ -201,19 +222,18 @@ class StepRest(Rest):
         if check is not None and at_clipping == check.at_clipping:
             self._check_at = self._clock.open_step + check.every
             self._has_found = check.finds(optimizer)
-            self.seconds_spent += check.seconds_afterwards
+            self._seconds += check.seconds_of_last
+            self._count_quickly()
         return self._has_found
 
     def ends(self, optimizer: Optimizer) -> bool:
         maker = self._under_way
         if maker is None or self._makers.get(optimizer) is not maker:
             return False
-        began = time.perf_counter()
         self._under_way, self._last_node = None, num_nodes_made()
         maker[1].is_scalers = False
         if self._is_only_one or self._completes(maker[0]):
             self._clock.step += 1
-        self.seconds_spent += time.perf_counter() - began
         return self._clock.step >= self._last_step
 
     def skips(self, optimizer: Optimizer) -> bool:

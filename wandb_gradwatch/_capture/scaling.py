@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from .._measure.elements import onto
 from .._runtime.error_boundary import CallbackError
 from .._runtime.notices import CannotWatchError
-from .._runtime.steps import Listener, Listeners, parameters_of
+from .._runtime.steps import STEP_HOOKS, Listener, Listeners, parameters_of
 from .._runtime.weak_ids import WeakKeyDictionary
 from .clock import SampleClock
 from .optimizer_registry import OptimizerRegistry
@@ -55,6 +55,7 @@ class GradScalers(Listeners):
 
     def use(self, scaler: GradScaler) -> None:
         """Set the scaler that is in use until another one is used."""
+        STEP_HOOKS.end_quick_count()  # the scaler must learn of every step
         self.last_used = weakref.ref(scaler)
 
     def scaler_of(self, optimizer: Optimizer | None) -> GradScaler | None:

@@ -21,7 +21,7 @@ _LARGEST: Final = 4096  # number of elements; the check of a larger gradient cos
 _RISES, _FALLS = 4.0, 1e-3  # multiples of the usual norm: in 237 of 262 healthy trainings at most one check is beyond
 _DECAY: Final = 0.98  # of the usual norm, the largest one so far, at each check
 _LEARNS: Final = 8  # number of checks that find only what is not finite
-_AFTERWARDS: Final = 2.0  # the time that the training then loses, because its data left the caches / that of a check
+_WITH_LOSSES: Final = 3.0  # its time and the time that the training then loses, as its data left the caches / its time
 _ROUNDING: Final = 1e-3  # share of the largest root mean square; a later normalisation cancels a smaller gradient
 
 
@@ -40,7 +40,7 @@ class SpotCheck:
         self.is_covered = False  # whether the budget covers a sample; if not, only what is not finite is found
         self.at_clipping = False  # whether torch's functions clip: the check comes before them, not before the step
         self.seconds = 3e-5  # that a check costs on average
-        self.seconds_afterwards = 0.0  # the part of the last check's cost that the training loses after it
+        self.seconds_of_last = 0.0  # that the last check has cost
 
     def finds(self, optimizer: Optimizer) -> bool:
         """Whether the step that the optimizer is about to make should be sampled: its gradient has become unusual."""
@@ -61,9 +61,8 @@ class SpotCheck:
             # What was told is usual from now on: the level of an explosion must not hide the next one.
             self._usual = norm if self._has_told else max(norm, _DECAY * usual)
             self._num_checks += 1
-        seconds = time.perf_counter() - began
-        self.seconds_afterwards = _AFTERWARDS * seconds
-        self.seconds += 0.1 * (seconds + self.seconds_afterwards - self.seconds)
+        self.seconds_of_last = _WITH_LOSSES * (time.perf_counter() - began)
+        self.seconds += 0.1 * (self.seconds_of_last - self.seconds)
         return finds
 
 

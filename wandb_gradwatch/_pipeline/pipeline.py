@@ -83,7 +83,10 @@ class Pipeline:
 
         Samples may wait for the next ones if the user has chosen to measure every step and nothing is notable.
         """
-        schedule, is_due = self._parts.schedule, self._reducer is not None
+        is_due = self._reducer is not None
+        if not self._source.sent:  # the usual case
+            return is_due
+        schedule = self._parts.schedule
         for arrived in self._source.poll(wait=wait):
             self._arrived.append((arrived, self._names()))
             is_due |= isinstance(arrived, ArrivedFlush) or not (

@@ -1,4 +1,4 @@
-"""Which arrived samples wait for the next ones: 16 processed together reach the processor's caches once."""
+"""Which arrived samples wait for the next ones: samples processed together reach the processor's caches once."""
 
 import math
 from operator import itemgetter
@@ -8,8 +8,8 @@ from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._transfer.transfers import ArrivedSample
 from ..snapshot import keys
 
-LONGEST_WAIT: Final = 0.05  # seconds
-MOST_WAITING: Final = 16
+LONGEST_WAIT: Final = 0.2  # seconds
+MOST_WAITING: Final = 64
 FIRST_ONE_BY_ONE: Final = 100  # samples after the start: most faults of a training show there
 
 _NONFINITE: Final = itemgetter(*NONFINITE_COLUMNS, Column.PARAM_NUM_NONFINITE)
@@ -18,9 +18,9 @@ _NONFINITE: Final = itemgetter(*NONFINITE_COLUMNS, Column.PARAM_NUM_NONFINITE)
 class WaitingSamples:
     """Decides which samples may wait until they are processed and judged together.
 
-    A sample waits only if nothing about it is notable: it is finite, its update was applied, the same parameters have a
-    gradient that is not dead as in the last sample, and the norm is at most twice the norm judged last. The next sample
-    must be expected `LONGEST_WAIT` after the oldest waiting one at the latest.
+    A sample waits only if nothing about it is notable: it is finite, its update was applied, it has as many elements as
+    the last one, and its norm is at most twice the norm judged last. The next sample must be expected `LONGEST_WAIT`
+    after the oldest waiting one at the latest.
     """
 
     def __init__(self) -> None:
@@ -29,17 +29,16 @@ class WaitingSamples:
     def begin(self) -> None:
         """Judge the next samples one by one: the training begins, or continues from a saved state."""
         self._num_judged = self._num_waiting = 0
-        self._last_gradients_of = b""  # whether each parameter of the newest sample has a gradient that is not dead
-        self._last_sum_sq = self._judged_sum_sq = math.nan  # of all gradients
+        self._last_sum_sq = self._judged_sum_sq = self._num_elements = math.nan  # of all gradients
         self._oldest = self._newest = -math.inf  # times of arrival
 
     def add(self, sample: ArrivedSample, *, now: float) -> bool:
         """Add a sample that arrives at time `now`, in seconds. Returns whether the samples may wait for another one."""
-        total_C = sample.total_C
+        total_C, since = sample.total_C, now - self._newest
         bad = sum(_NONFINITE(total_C)) + sample.metrics.get(keys.NUM_NONFINITE_LOSS, 0.0)
-        gradients_of = (sample.rows[:, Column.NUM_DEAD] < sample.rows[:, Column.NUM_ELEMENTS]).tobytes()
-        is_like_the_last, since = gradients_of == self._last_gradients_of, now - self._newest
-        self._last_gradients_of, self._last_sum_sq, self._newest = gradients_of, total_C[Column.GRAD_SUM_SQ], now
+        is_like_the_last = total_C[Column.NUM_ELEMENTS] == self._num_elements
+        self._num_elements, self._last_sum_sq = total_C[Column.NUM_ELEMENTS], total_C[Column.GRAD_SUM_SQ]
+        self._newest = now
         self._oldest = self._oldest if self._num_waiting else now
         self._num_waiting += 1
         return (

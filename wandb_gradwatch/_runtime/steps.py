@@ -5,6 +5,7 @@ for the optimizers that it follows, once per outermost step.
 """
 
 import functools
+import math
 import sys
 import threading
 import weakref
@@ -23,7 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from .autograd import current_graph_task
+from .autograd import current_graph_task, num_nodes_made
 from .error_boundary import ADDED_FRAMES, ErrorBoundary, dynamo_disabled
 
 
@@ -169,6 +170,21 @@ class _Stack(threading.local):
         self.steps: list[_Step] = []
 
 
+@dataclass(slots=True, eq=False)
+class QuickCount:
+    """Counts the steps of one optimizer while nothing else is due, in place of the only listener's counter.
+
+    It has no method, because a call would cost more than all that is done here.
+    """
+
+    optimizer: weakref.ref[Optimizer]
+    listeners: tuple[Listener, ...]  # while these are all
+    clock: Any  # its `step` is the number of steps
+    until: float  # the listener's counter is asked again once so many steps are counted
+    last_node: int = -1  # the number of autograd nodes that had been made at the last counted step
+    is_under_way: bool = False
+
+
 class StepHooks(Listeners):
     """The only hooks of this process on optimizer steps. They call the listeners that follow the optimizer."""
 
@@ -177,6 +193,7 @@ class StepHooks(Listeners):
         self._handles: list[RemovableHandle] = []
         self._stack = _Stack()
         self._under_way: set[weakref.ref[_Step]] = set()  # the running steps of all threads
+        self._quick: QuickCount | None = None
 
     def _install(self) -> None:
         if not self._handles:
@@ -196,6 +213,15 @@ class StepHooks(Listeners):
 
     @dynamo_disabled
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        quick = self._quick
+        if (
+            quick is not None
+            and quick.optimizer() is optimizer
+            and quick.clock.step < quick.until
+            and quick.listeners is self._listeners
+        ):
+            quick.is_under_way = True
+            return None
         listeners: list[Listener] = []
         for listener in self._listeners:
             try:
@@ -235,6 +261,11 @@ class StepHooks(Listeners):
 
     @dynamo_disabled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        quick = self._quick
+        if quick is not None and quick.is_under_way and quick.optimizer() is optimizer:
+            quick.is_under_way, quick.last_node = False, num_nodes_made()
+            quick.clock.step += 1
+            return
         for listener in self._listeners:
             try:
                 if (counter := listener.counter) is not None and counter.ends(optimizer):
@@ -251,6 +282,17 @@ class StepHooks(Listeners):
             self._end(step)
             if step.optimizer is optimizer:
                 break
+
+    def count_quickly(self, optimizer: Optimizer, clock: Any) -> QuickCount | None:
+        """Count steps of this optimizer in `clock.step` from now on, up to `until`; None with several listeners."""
+        if len(self._listeners) > 1:
+            return None
+        self._quick = QuickCount(weakref.ref(optimizer), self._listeners, clock, -math.inf)
+        return self._quick
+
+    def end_quick_count(self) -> None:
+        """Ask the listeners' counters at every step again. Idempotent."""
+        self._quick = None
 
     def _others_follow(self, optimizer: Optimizer) -> bool:
         """Whether hooks of others run between this one and the step."""

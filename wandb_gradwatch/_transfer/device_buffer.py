@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from .transfers import PinnedPool
 
 # P watched parameters, C columns, B histogram bins
 
+_MOST_SPARE: Final = 4096  # rows, half a megabyte
+
 
 class DeviceBuffer:
     """The open sample's rows and the window's histogram on one device.
@@ -25,7 +27,8 @@ class DeviceBuffer:
 
     def __init__(self, device: torch.device, num_names: int, pinned_pool: PinnedPool) -> None:
         self.device = device
-        self.rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=wide_dtype(device), device=device)
+        self._spare: list[Tensor] = []  # missing rows for the next samples
+        self.rows = self._missing_rows(num_names)
         self.histogram: Tensor | None = None  # of the window, int64 [P, B]; None: none was taken
         self.sample_histogram: Tensor | None = None  # of the open sample; added to the window's at the commit
         # Further measurements of the open sample's gradients that changed, in rows of the same shape: before `rows`,
@@ -45,7 +48,7 @@ class DeviceBuffer:
         if stream != self._stream:
             stream.wait_stream(self._stream)
             tensors = (self.rows, self.earlier, self.received, self.histogram, self.sample_histogram)
-            for tensor in (*tensors, *self._slots.values()):
+            for tensor in (*tensors, *self._slots.values(), *self._spare[:1]):  # those share their memory
                 if tensor is not None:
                     tensor.record_stream(stream)
             self._stream = stream
@@ -53,7 +56,7 @@ class DeviceBuffer:
 
     def grow(self, num_names: int) -> None:
         """Make room for new names, whose rows are missing so far."""
-        missing, self._slots = (0, 0, 0, num_names + 1 - len(self.rows)), {}
+        missing, self._slots, self._spare = (0, 0, 0, num_names + 1 - len(self.rows)), {}, []
         self.histogram, self.sample_histogram = (
             None if counts is None else pad(counts, missing) for counts in (self.histogram, self.sample_histogram)
         )
@@ -85,8 +88,15 @@ class DeviceBuffer:
 
     def forget_sample(self) -> None:
         """Open the next sample, with missing rows in new memory: a transfer may still use the old."""
-        self.rows = torch.full_like(self.rows, torch.nan)
+        self.rows = self._missing_rows(len(self.rows) - 1)
         self.sample_histogram = self.earlier = self.received = None
+
+    def _missing_rows(self, num_names: int) -> Tensor:
+        """Return rows [P + 1, C] in memory that was not used before, which is allocated for several samples at once."""
+        if not self._spare:
+            shape = (max(min(_MOST_SPARE // (num_names + 1), 16), 1), num_names + 1, NUM_COLUMNS)
+            self._spare += torch.full(shape, torch.nan, dtype=wide_dtype(self.device), device=self.device).unbind()
+        return self._spare.pop()
 
     def open_histogram(self) -> Tensor:
         """The open sample's histogram: [P, B]."""
