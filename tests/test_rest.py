@@ -156,6 +156,19 @@ def skipped(model: Chosen) -> Iterator[None]:
         yield scaler.update()
 
 
+def scaled_and_skipped_later(model: Chosen) -> Iterator[None]:
+    """The first scaler is created in the middle of a rest."""
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for number in range(1, STEPS // 2 + 1):
+        yield step(model, optimizer, a=[number], b=[1])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    for number in range(STEPS // 2 + 1, STEPS + 1):
+        optimizer.zero_grad()
+        scaler.scale(model.loss(a=[float("inf") if number in (32, 33, 42) else number], b=[1])).backward()
+        scaler.step(optimizer)
+        yield scaler.update()
+
+
 def in_backward(model: Chosen) -> Iterator[None]:
     for parameter in (model.a, model.b):
         optimizer = SGD([parameter], lr=0.0)
@@ -243,6 +256,7 @@ LOOPS = [
     one_alone_and_then_both,
     another_optimizer,
     skipped,
+    scaled_and_skipped_later,
 ]
 
 
@@ -272,6 +286,23 @@ def test_every_loop_has_the_same_steps_and_samples_with_rests(loop):
     at = slice(6, None, 7)
     for statistic in ("grad_norm", "num_inf", "total_grad_norm"):
         np.testing.assert_array_equal(getattr(some, statistic), getattr(all_of_them, statistic)[at])
+
+
+def test_a_watcher_that_begins_in_the_rest_of_another_one_sees_every_step_of_their_optimizer():
+    first, second = Chosen(a=1), Chosen(a=1)
+    optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.0)
+    resting, sink = watch(first, sample_every=10)
+    for number in range(1, 25):
+        step(first, optimizer, a=[number])
+    assert resting._sampler.counter is not None
+    other, other_sink = watch(second, sample_every=1)
+    for number in range(25, 41):
+        optimizer.zero_grad()
+        (first.loss(a=[number]) + second.loss(a=[number])).backward()
+        optimizer.step()
+    assert (resting.step, other.step) == (40, 16)
+    assert samples(resting, sink).total_grad_norm.tolist() == [10, 20, 30, 40]
+    assert samples(other, other_sink).total_grad_norm.tolist() == list(range(25, 41))
 
 
 def test_an_exception_in_a_rest_between_backwards_is_reported_and_training_goes_on(monkeypatch, caplog):
