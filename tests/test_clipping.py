@@ -247,6 +247,7 @@ def test_what_a_loss_scale_function_raises_reaches_the_training_loop():
     ("options", "words"),
     [
         ({"loss_scale": lambda step: 1.0 if step < 3 else 0}, "loss_scale(3) = 0 must be a number above 0, and finite"),
+        ({"loss_scale": lambda step: 1.0 if step < 3 else None}, "loss_scale(3) = None must be a number above 0"),
         ({"loss_scale": lambda step: 1.0 if step < 3 else "2"}, "loss_scale(3) = '2' must be a number above 0"),
         (
             {"sample_every": lambda step: 1 if step < 3 else None},

@@ -175,8 +175,6 @@ class LossScale:
                 except Exception as error:  # of the user's function
                     raise CallbackError from error
             scale = self._answer[1]
-        if scale is None:
-            return None
         if isinstance(scale, Tensor):
             return onto(scale.detach().reshape(()), device)
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
