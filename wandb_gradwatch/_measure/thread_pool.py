@@ -18,6 +18,10 @@ _MAX_HELPERS: Final = 7  # more would not be faster, because all share one memor
 
 def for_each(pieces: Sequence[Piece], read: Callable[[Piece], object], num_threads: int) -> None:
     """Call a function, which should release the GIL, for each piece; return when all pieces are done."""
+    if num_threads == 1:
+        for piece in pieces:
+            read(piece)
+        return
     numbers, lock = iter(range(len(pieces))), threading.Lock()
     failures: list[BaseException] = []
 
