@@ -7,9 +7,11 @@ without them. The rows of a tensor's pieces merge.
 
 import itertools
 import math
-from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Final
+from functools import lru_cache
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -17,29 +19,35 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from .columns import (
-    AS_LEFT,
     IDENTITY_C,
     NUM_BINS,
     NUM_COLUMNS,
     RECEIVED_COLUMNS,
     SCALE_POWER,
-    ZERO_BIN,
     Column,
     FloatArray,
     IntArray,
     merge_adjacent_rows,
 )
-from .cpu_pieces import PIECE, SMALL, Floats, measure_pieces, sum_sq_pieces
+from .cpu_pieces import PIECE, SMALL, Floats, measure_pieces
 from .elements import Measurement, Scale, Tensors, add_implicit_zeros, readable
-from .float_bits import FLOAT32, FLOAT64, bins_from_codes, largest_magnitude_within
 from .thread_pool import for_each
 
 # N tensors, M pieces of them, C columns, B histogram bins
 
-_MAX_TOGETHER: Final = 128  # tensors; limits the counts of codes to 1 MB for float32, 8 MB for float64
+_MAX_TOGETHER: Final = 128  # tensors; limits their copy in float64 to 8 MB
 _SHARED_FROM: Final = 8  # batches; with fewer, one thread is done before another has woken up
 
-Batch = tuple[list[int], list[Tensor]]  # the numbers of pieces, from 0 to M - 1; the pieces
+_dtype_of: Final = attrgetter("dtype")
+
+
+class _Batch(NamedTuple):
+    """Pieces that are read together."""
+
+    tensors: list[int]  # the numbers of the tensors
+    part: slice  # of the tensors' elements
+    pieces: slice | list[int]  # the numbers of the pieces, from 0 to M - 1: [G]
+    bounds: IntArray  # where each piece begins in the part and the last one ends: [G + 1]
 
 
 def measure(
@@ -49,7 +57,6 @@ def measure(
     elements, num_implicit_zeros, exponent = scaled_elements(gradients, parameters or (), inverse_scale)
     num, threshold = len(gradients), math.ldexp(dead_threshold, -exponent)
     rows_NC, histogram_NB, others_N3 = _read(elements, num, threshold, exponent if histogram else None)
-    rows_NC[:, RECEIVED_COLUMNS] = rows_NC[:, AS_LEFT]
     rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
     if parameters is not None:
         rows_NC[:, Column.PARAM_SUM_SQ] = others_N3[:, 0]
@@ -79,35 +86,30 @@ def _read(
     Returns:
         The rows [N, C], the histogram [N, B], and of the others the received columns [any, 3].
     """
-    batches, starts, num_pieces = _batches(elements)
+    sizes, dtypes = tuple(map(Tensor.numel, elements)), tuple(map(_dtype_of, elements))
+    batches, starts, num_pieces, sizes_N = _plan(sizes, dtypes, num)
     num_whole = starts[num] if len(elements) > num else num_pieces  # pieces of the first N tensors
     rows_MC = np.empty((num_pieces, NUM_COLUMNS))
-    rows_MC[:] = IDENTITY_C
-    dead = {layout.float_dtype: largest_magnitude_within(threshold, layout) for layout in (FLOAT32, FLOAT64)}
-    counted: list[tuple[list[int], IntArray]] = []  # pieces, and the counts of their codes
+    if 0 in sizes:  # no batch has a piece of an empty tensor
+        rows_MC[:] = IDENTITY_C
+    histogram_MB = None if exponent is None else np.zeros((num_whole, NUM_BINS), dtype=np.int64)
 
-    def read(batch: Batch) -> None:
-        pieces, tensors = batch
-        values, num = _floats(tensors), bisect_left(pieces, num_whole)
-        bounds = np.array([0, *itertools.accumulate(map(Tensor.numel, tensors))])
+    def read(batch: _Batch) -> None:
+        values = _floats([elements[tensor] for tensor in batch.tensors], batch.part)
+        limit = threshold if batch.tensors[0] < num else None
         # Overflow in float32 is detected in the result, and the piece is read again in float64.
         with np.errstate(over="ignore", invalid="ignore"):  # numpy's error state is per thread
-            if num:
-                magnitude, end = dead[values.dtype], bounds[num]
-                whole = measure_pieces(values[:end], bounds[: num + 1], magnitude, count_codes=exponent is not None)
-                rows_MC[pieces[:num]], codes_GK = whole
-                if codes_GK is not None:
-                    counted.append((pieces[:num], codes_GK))
-            if num < len(pieces):
-                received = sum_sq_pieces(values[bounds[num] :], bounds[num:-1] - bounds[num])
-                rows_MC[pieces[num:], RECEIVED_COLUMNS] = received
+            rows_MC[batch.pieces], histogram = measure_pieces(values, batch.bounds, limit, exponent)
+        if histogram_MB is not None and histogram is not None:
+            histogram_MB[batch.pieces] = histogram
 
     for_each(batches, read, torch.get_num_threads() if len(batches) >= _SHARED_FROM else 1)
-    histogram_MB = None if exponent is None else _histogram(counted, rows_MC[:num_whole], exponent)
-    starts_N, starts_of_others = np.array(starts[:num]), np.array(starts[num:]) - num_whole
-    rows_NC, histogram_NB = merged(rows_MC[:num_whole], histogram_MB, starts_N)
-    of_others, _ = merged(rows_MC[num_whole:], None, starts_of_others)
-    return rows_NC, histogram_NB, of_others[:, RECEIVED_COLUMNS]
+    rows_NC, others = rows_MC[:num_whole], rows_MC[num_whole:]
+    if num_pieces > len(elements):
+        rows_NC, histogram_MB = merged(rows_NC, histogram_MB, np.array(starts[:num]))
+        others, _ = merged(others, None, np.array(starts[num:]) - num_whole)
+    rows_NC[:, Column.NUM_ELEMENTS] = sizes_N
+    return rows_NC, histogram_MB, others[:, RECEIVED_COLUMNS]
 
 
 def scaled_elements(
@@ -128,18 +130,6 @@ def scaled_elements(
         return elements, num_implicit_zeros, exponent - 1
     scaled = [one.to(torch.float64) * scale for one in elements[: len(gradients)]]
     return [*scaled, *elements[len(gradients) :]], num_implicit_zeros, 0
-
-
-def _histogram(counted: Sequence[tuple[list[int], IntArray]], rows_MC: FloatArray, exponent: int) -> IntArray:
-    histogram_MB = np.zeros((len(rows_MC), NUM_BINS), dtype=np.int64)
-    for layout in (FLOAT32, FLOAT64):
-        alike = [one for one in counted if one[1].shape[1] == layout.num_codes]
-        if alike:
-            codes = np.concatenate([codes_GK for _, codes_GK in alike])
-            numbers = [number for pieces, _ in alike for number in pieces]
-            histogram_MB[numbers] = bins_from_codes(codes, layout, exponent)
-    histogram_MB[:, ZERO_BIN] = rows_MC[:, Column.NUM_ZERO]
-    return histogram_MB
 
 
 def merged(
@@ -169,42 +159,46 @@ def of_gradients(
     return measured
 
 
-def _batches(elements: Sequence[Tensor]) -> tuple[list[Batch], list[int], int]:
-    """Cut large tensors, and put small ones of one dtype together.
+@lru_cache(maxsize=8)
+def _plan(
+    sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], num: int
+) -> tuple[list[_Batch], list[int], int, FloatArray]:
+    """Cut large tensors, and put small ones of one dtype together, the first `num` apart from the others.
 
     Returns:
         batches: the pieces that are not empty, each in one batch.
         starts: the number of each tensor's first piece, of which an empty tensor has one, too.
         num_pieces: M.
+        sizes_N: the sizes of the first `num` tensors.
     """
-    batches: list[Batch] = []
-    small: dict[torch.dtype, Batch] = {}
+    batches: list[_Batch] = []
+    small: defaultdict[tuple[torch.dtype, bool], list[tuple[int, int]]] = defaultdict(list)
     starts: list[int] = []
     num_pieces = 0
-    for tensor in elements:
+    for tensor, size in enumerate(sizes):
         starts.append(num_pieces)
-        size = tensor.numel()
-        if size >= SMALL:
-            pieces = torch.split(tensor.view(-1), PIECE)
-            batches += [([number], [piece]) for number, piece in enumerate(pieces, num_pieces)]
-            num_pieces += len(pieces)
-            continue
-        if size:
-            batch = small.get(tensor.dtype)
-            if batch is None or len(batch[0]) == _MAX_TOGETHER:
-                batch = small[tensor.dtype] = ([], [])
-                batches.append(batch)
-            batch[0].append(num_pieces)
-            batch[1].append(tensor)
-        num_pieces += 1
-    return batches, starts, num_pieces
+        if 0 < size < SMALL:
+            small[dtypes[tensor], tensor < num].append((tensor, num_pieces))
+        for begin in range(0, size, PIECE) if size >= SMALL else ():
+            piece, bounds = num_pieces + begin // PIECE, np.array([0, min(PIECE, size - begin)])
+            batches.append(_Batch([tensor], slice(begin, begin + PIECE), [piece], bounds))
+        num_pieces += max(-(-size // PIECE), 1)
+    for alike in small.values():
+        for begin in range(0, len(alike), _MAX_TOGETHER):
+            tensors, pieces = map(list, zip(*alike[begin : begin + _MAX_TOGETHER], strict=True))
+            bounds = np.array([0, *itertools.accumulate(sizes[tensor] for tensor in tensors)])
+            run = slice(pieces[0], pieces[-1] + 1)  # an index that is faster than a list
+            is_run = run.stop - run.start == len(pieces)
+            batches.append(_Batch(tensors, slice(None), run if is_run else pieces, bounds))
+    return batches, starts, num_pieces, np.array(sizes[:num], dtype=np.float64)
 
 
-def _floats(tensors: list[Tensor]) -> Floats:
-    """Concatenate tensors of one dtype; half precision becomes float32."""
-    flat: Tensor = _flatten_dense_tensors(tensors).detach()  # type: ignore[no-untyped-call]
+def _floats(tensors: list[Tensor], part: slice) -> Floats:
+    """Concatenate tensors of one dtype, and return a part; half precision becomes float32."""
+    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     if flat.dtype is torch.bfloat16:  # which numpy does not have; it is the upper half of a float32
-        values: Floats = np.left_shift(flat.view(torch.uint16).numpy(), 16, dtype=np.uint32).view(np.float32)
+        upper = flat.view(torch.uint16).numpy()[part]
+        values: Floats = np.left_shift(upper, 16, dtype=np.uint32).view(np.float32)
         return values
-    values = flat.numpy()
+    values = flat.numpy()[part]
     return values.astype(np.float32) if flat.dtype is torch.float16 else values
