@@ -79,9 +79,9 @@ FAULTS = (  # one line each, however long
     Fault("a slot in flight is reused", PLAN, "if self.slots and self.slots[0].is_free()", "if self.slots"),
     Fault("strides are ignored", "elements.py", "tensor.reshape(-1).contiguous()", "tensor.reshape(-1)"),
     Fault("CPU: the innermost negative is lost", PIECES, "nearest_G = np.minimum.reduceat(signed", "nearest_G = np.maximum.reduceat(signed"),
-    Fault("CPU: large squares stay in float32", PIECES, "np.float32(2.0**55)", "np.float32(2.0**90)"),
-    Fault("CPU: zeros count as subnormal", PIECES, "codes_GK[:, 0] -= num_positive_G", "pass"),
-    Fault("CPU: pieces end one early", CPU, "accumulate(map(Tensor.numel, tensors))", "accumulate(t.numel() - 1 for t in tensors)"),
+    Fault("CPU: large squares stay in float32", PIECES, "_SMALL_SQ < total_sq < np.inf", "_SMALL_SQ < total_sq"),
+    Fault("CPU: zeros count as subnormal", PIECES, "histogram_GB[:, ZERO_BIN + 1] -= num_positive_G", "pass"),
+    Fault("CPU: pieces end one early", CPU, "accumulate(sizes[tensor] for tensor in tensors)", "accumulate(sizes[tensor] - 1 for tensor in tensors)"),
     Fault("torch: filling counts as NaN", GENERIC, "sums[:, 1] -= plan.num_filling", "pass"),
     Fault("torch: the fold loses a line", "tiling.py", "np.where(within < np.repeat(counts, groups)", "np.where(within + 1 < np.repeat(counts, groups)"),
 )

@@ -73,20 +73,3 @@ def bin_of_code(layout: FloatBits, exponent: int) -> IntArray:
     bins = bins_of_sign.ravel()
     bins.setflags(write=False)
     return bins
-
-
-def bins_from_codes(codes_NK: IntArray, layout: FloatBits, exponent: int) -> IntArray:
-    """Add up the counts of codes into histogram bins: [N, B]."""
-    order, bounds = _codes_by_bin(layout, exponent)
-    running = np.zeros((len(codes_NK), layout.num_codes + 1), dtype=np.int64)
-    np.cumsum(codes_NK[:, order], axis=1, out=running[:, 1:])
-    histogram: IntArray = np.diff(running[:, bounds], axis=1)
-    return histogram
-
-
-@cache
-def _codes_by_bin(layout: FloatBits, exponent: int) -> tuple[IntArray, IntArray]:
-    """Return the codes in the order of their bins: [K], and where the codes of each bin begin and end: [B + 1]."""
-    bins = bin_of_code(layout, exponent)
-    order = np.argsort(bins, kind="stable")
-    return order, np.searchsorted(bins[order], np.arange(NUM_BINS + 1))
