@@ -260,7 +260,7 @@ class Snapshot:
         """
         before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
         smaller = np.logical_or.reduce(after < before * (1 - CLIP_TOLERANCE) ** 2, axis=1)
-        unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped) | self.arose_after_backward
+        unknown = np.isnan(self.total_grad_norm + self.total_grad_norm_clipped) | self.arose_after_backward
         clipped = smaller.astype(np.float64)
         if (said := self.metrics.get(keys.CLIPPED)) is not None:
             clipped = np.where(np.isnan(said) & ~self.changed, clipped, said)
@@ -289,7 +289,7 @@ class Snapshot:
     @derived
     def has_nonfinite(self) -> npt.NDArray[np.bool_]:
         """True where a gradient contained NaN or Inf after the backward, or when an optimizer received it: [S]."""
-        if not np.count_nonzero(self.column_sums[:, NONFINITE_COLUMNS]):  # NaN (unknown) is counted as non-zero
+        if not np.count_nonzero(self.column_sums.take(NONFINITE_COLUMNS, axis=1)):  # NaN (unknown) counts as non-zero
             return np.zeros(len(self), dtype=bool)
         received_S = self._any_above_0(Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF)
         return received_S | self._any_above_0(Column.NUM_NAN, Column.NUM_INF)
@@ -350,7 +350,7 @@ class Snapshot:
     def _quantile(
         self, q: npt.ArrayLike, low_SP: FloatArray, high_SP: FloatArray, *, of_magnitudes: bool = False
     ) -> FloatArray:
-        if not all(0 <= each <= 1 for each in np.ravel(q)):
+        if not all([0 <= each <= 1 for each in np.ravel(q).tolist()]):
             raise ValueError(f"q={q!r} must be between 0 and 1")
         if self.histogram is None:
             return np.full((*np.shape(q), len(self.names)), np.nan)
@@ -361,7 +361,7 @@ class Snapshot:
         counts_PB, edges = self.histogram, self.edges
         if of_magnitudes:
             zeros_P1 = self.histogram[:, ZERO_BIN, None]
-            counts_PB = np.concatenate([zeros_P1, fold_signs(self.histogram)], axis=1)
+            counts_PB = np.concatenate([zeros_P1, self.magnitude_histogram], axis=1)
             edges = np.concatenate([[0.0], magnitude_edges()])
             low_P = np.where(zeros_P1[:, 0] > 0, 0.0, low_P)
         return quantile_of(counts_PB, edges, q, low_P, high_P)
