@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from wandb_gradwatch import MemorySink, load_recording, unwatch, watch
 from wandb_gradwatch._measure.columns import Column
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
+from wandb_gradwatch._pipeline.assembly import snapshot_of
 from wandb_gradwatch._pipeline.dispatcher import Dispatcher
 from wandb_gradwatch._pipeline.rule_runner import RuleRunner
 from wandb_gradwatch._transfer.transfers import ArrivedSample, Names, Sample
@@ -96,7 +97,7 @@ def judged(samples: Snapshot, sizes: list[int]) -> tuple[list[Alert], bool, str]
     for turn in range(len(waiting)):
         batch, waiting = waiting[: sizes[turn % len(sizes)]], waiting[sizes[turn % len(sizes)] :]
         if batch:
-            runner.check(batch, known)
+            runner.check(snapshot_of(batch, known))
     return sent, manager.healthy, json.dumps(manager.state_dict(), sort_keys=True)
 
 

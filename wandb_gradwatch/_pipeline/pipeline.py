@@ -181,12 +181,12 @@ class Pipeline:
             if not merges_ranks:
                 self._unjudged.append(sample)
 
-    def _judge(self) -> None:
-        """Run the rules on the samples that they have not judged."""
+    def _judge(self, written: Snapshot | None = None) -> None:
+        """Run the rules on the samples that they have not judged; `written`: the snapshot of exactly these, if any."""
         samples, self._unjudged = self._unjudged, []
         self.waiting.end()
         if samples:
-            self._rule_runner.check(samples, self._known)
+            self._rule_runner.check(written or snapshot_of(samples, self._known))
 
     def _derived(self, sample: ArrivedSample) -> ArrivedSample:
         """Add the metrics that the probes derive from the sample's sums, which are those of all ranks."""
@@ -265,15 +265,17 @@ class Pipeline:
     ) -> None:
         """Write the window of the whole model to the sinks; run the rules on its `unseen` samples first."""
         known = self._names() if self._whole is None else self._whole.names(self._names())
-        snapshot = snapshot_of(samples, known, flush, overhead_ratio)
+        snapshot = without_totals = snapshot_of(samples, known, flush, overhead_ratio)
+        # The rules see no histogram. Otherwise they share what has been derived from the samples with the sinks.
+        are_unjudged = known is self._known and [*map(id, samples)] == [*map(id, self._unjudged)]
         if self._whole is None:  # totals need the parts of all parameters, unknown for those of other ranks
             snapshot = with_totals(snapshot, self._totals())
         self._newest = self._unreturned = snapshot
         self._dispatcher.recorder.keep_histogram(snapshot)  # before the rules, because alerts may use the histogram
         try:
-            self._judge()
+            self._judge(without_totals if are_unjudged and flush.histogram is None else None)
             if unseen:
-                self._rule_runner.check(unseen, known)
+                self._rule_runner.check(snapshot_of(unseen, known))
         finally:  # a user's callback may raise
             began = time.perf_counter()
             self._dispatcher.write(snapshot)

@@ -1,19 +1,17 @@
 """Run the rules on samples that have arrived, and send their alerts with a diagnosis."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from .._diagnosis import Diagnosis, diagnose, with_diagnosis
 from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import world_size
-from .._transfer.transfers import ArrivedSample, Names
 from ..rules import Alert
 from ..rules._base import Finding, Level
 from ..snapshot import Snapshot, keys
 from .alert_manager import AlertManager
-from .assembly import snapshot_of
 from .dispatcher import Dispatcher
 
 
@@ -31,9 +29,8 @@ class RuleRunner:
         self._dispatcher = dispatcher
         self._modules = modules
 
-    def check(self, samples: Sequence[ArrivedSample], known: Names) -> None:
-        """Run the rules on at least one sample, with these names, and send the alerts."""
-        snapshot = snapshot_of(samples, known)
+    def check(self, snapshot: Snapshot) -> None:
+        """Run the rules on at least one sample, and send the alerts."""
         self._dispatcher.recorder.add(snapshot)  # first, because the history of an alert must contain its own sample
         if not (alerts := self._alert_manager.process(snapshot)):
             return
