@@ -7,14 +7,13 @@ does not depend on the number of samples. A missing value has no key; it is neve
 
 import itertools
 import math
+import operator
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._analysis.forecast import forecast
 from .._measure.columns import (
@@ -29,7 +28,7 @@ from .._measure.columns import (
 )
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, keys
-from ..snapshot._arrays import last_present, sum_of_present
+from ..snapshot._arrays import LEAST_SUM_SQ, last_present, sum_of_present
 
 # S samples in the window, P watched parameters or groups, C columns, B bins of the snapshot, K bins of a W&B histogram
 
@@ -37,10 +36,10 @@ Number = int | float
 
 MAX_ROW_BYTES: Final = 1_000_000  # W&B drops a row above 10.4 MB completely, including the user's keys in it
 _NUMBER_BYTES: Final = 24  # size of a float and its comma in JSON
-_BIN_BYTES: Final = 34  # size of a histogram edge and a count up to 10^8 in JSON
 
 HALF_BINS: Final = 32
 NUM_LOGGED_BINS: Final = 2 * HALF_BINS + 1
+_HISTOGRAM_BYTES: Final = 34 * (NUM_LOGGED_BINS + 1)  # 34: size of an edge and a count up to 10^8 in JSON
 _SHOWN: Final = 0.999
 _STICKY_OCTAVES: Final = 2  # a range is kept until it is too narrow, or more than this many octaves too wide
 _LOWER_EDGES_K: Final = np.arange(NUM_LOGGED_BINS + 1) - HALF_BINS - 0.5  # in bin widths; dyadic, so short in JSON
@@ -52,16 +51,6 @@ Details = Sequence[str] | Mapping[str, str]
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
 # Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
 _OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE)
-# Each of these keys is the name of the snapshot's array, behind the prefix.
-_OF_THE_MODEL: Final = (
-    keys.GRAD_NORM,
-    keys.GRAD_NORM_CLIPPED,
-    keys.GRAD_MEAN,
-    keys.GRAD_STD,
-    keys.GRAD_ABS_MAX,
-    keys.DEAD_RATIO,
-    keys.PARAM_NORM,
-)
 
 
 class Rebinner:
@@ -118,7 +107,7 @@ class HistoryRow:
     last: dict[str, Number]  # the last value of each key; NaN if it is missing there, and no earlier one replaces it
     largest: dict[str, Number]  # maxima over the window
     summed: dict[str, Number]  # sums over the window
-    samples: Counter[str]  # number of samples: "all", "known" (clipping is known), "clipped", "changed" (otherwise)
+    samples: dict[str, int]  # number of samples: "all", "known" (clipping is known), "clipped", "changed" (otherwise)
     whole: Snapshot | None  # the samples of the histogram and the histogram, merged to one layer and one sample
     histograms: dict[str, MetricHistogram]
     rebinner: Rebinner | None = None  # makes W&B's histograms; None: no histograms are logged
@@ -129,37 +118,41 @@ class HistoryRow:
         cls, snapshot: Snapshot, details: Details = (), rebinner: Rebinner | None = None, namespace: str = ""
     ) -> "HistoryRow":
         """Make the row of a window with at least one sample; `details` selects statistics out of keys.DETAILS."""
-        names, latest = snapshot.names, _latest(snapshot)
-        shown_P = np.logical_or.reduce(snapshot.present, axis=0)
+        names = snapshot.names
+        latest = snapshot  # one sample with each name's last present row
+        if len(snapshot) > 1:
+            latest = Snapshot(snapshot.steps[-1:], names, last_present(snapshot.rows, snapshot.present)[None])
+        shown_P = np.logical_or.reduce(snapshot.present, axis=0).tolist()
         of_metrics: dict[str, Number] = {}
         largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
         largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
-        summed = {keys.NUM_SKIPPED_STEPS: float(np.count_nonzero(snapshot.skipped))}
+        summed: dict[str, Number] = {keys.NUM_SKIPPED_STEPS: int(np.count_nonzero(snapshot.skipped))}
         for name, values_S in snapshot.metrics.items():
             if keys.is_count(name):
-                summed[name] = float(np.nansum(values_S))
+                summed[name] = int(sum(_known(values_S)))
             elif name not in _OF_SAMPLES and not name.startswith(keys.WIRING):
-                of_metrics[keys.in_key(name)] = _last(values_S)
+                of_metrics[keys.in_key(name)] = (_known(values_S) or [math.nan])[-1]
             if name.startswith(keys.TOTAL):
                 total_max = keys.in_key(keys.TOTAL_MAX + name.removeprefix(keys.TOTAL))
                 largest[total_max] = float(np.fmax.reduce(values_S))
         summed |= _num_nonfinite(snapshot, shown_P)
-        last = _newest(snapshot, latest) | _present(of_metrics)
+        last = _newest(snapshot) | _present(of_metrics)
         patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
         for family in (*_FAMILIES, *(keys.DETAILS[name] for name in details)):
-            values, asked_P = _named(family, names, getattr(latest, family)[0, :-1]), shown_P
+            values, asked_P = _named(family, names, getattr(latest, family)[0]), shown_P
             if family in patterns:
-                asked_P = shown_P & np.array([re.search(patterns[family], name) is not None for name in names], bool)
-            last |= itertools.compress(values, asked_P.tolist())
-        clipped = [one for one in snapshot.clipped.tolist() if not math.isnan(one)]
+                found_P = (re.search(patterns[family], name) is not None for name in names)
+                asked_P = list(map(operator.and_, shown_P, found_P))
+            last |= itertools.compress(values, asked_P)
+        clipped = _known(snapshot.clipped)
         changed = int(np.count_nonzero(snapshot.changed))
         counted_PC = _counted_rows(snapshot)
         return cls(
             step=int(snapshot.steps[-1]),
             last=last,
             largest=_present(largest),
-            summed={key: int(value) for key, value in _present(summed).items()},
-            samples=Counter(known=len(clipped), clipped=int(sum(clipped)), changed=changed, all=len(snapshot)),
+            summed=summed,
+            samples={"known": len(clipped), "clipped": int(sum(clipped)), "changed": changed, "all": len(snapshot)},
             whole=_whole(snapshot, counted_PC),
             histograms=_histograms_of_layers(snapshot, counted_PC)
             | {keys.in_key(key): value for key, value in snapshot.metric_histograms.items()},
@@ -177,7 +170,7 @@ class HistoryRow:
             largest=self.largest
             | {key: max(value, self.largest.get(key, value)) for key, value in later.largest.items()},
             summed=self.summed | {key: value + self.summed.get(key, 0) for key, value in later.summed.items()},
-            samples=self.samples + later.samples,
+            samples={key: value + later.samples[key] for key, value in self.samples.items()},
             whole=None if both is None else _whole(both, _counted_rows(both)),
             histograms=merge_histograms([self.histograms, later.histograms]),
         )
@@ -203,17 +196,17 @@ class HistoryRow:
         import wandb
 
         values: dict[str, Any] = dict(self.scalars())
-        sizes = [len(key) + _NUMBER_BYTES for key in values]  # approximate size in JSON
         drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
-        for key, (counts, edges) in drawn.items():
+        for key, picture in drawn.items():
             # The annotation demands arrays, which wandb.Histogram converts to lists; these are lists already.
-            values[key] = wandb.Histogram(np_histogram=(counts, edges))  # type: ignore[arg-type]
-            sizes.append(len(key) + len(edges) * _BIN_BYTES)
-        if sum(sizes) <= MAX_ROW_BYTES:  # the usual case
+            values[key] = wandb.Histogram(np_histogram=picture)  # type: ignore[arg-type]
+        keys_bytes, num_scalars = sum(map(len, values)), len(values) - len(drawn)
+        if keys_bytes + num_scalars * _NUMBER_BYTES + len(drawn) * _HISTOGRAM_BYTES <= MAX_ROW_BYTES:  # the usual case
             return [values]
         parts: list[dict[str, Any]] = []
         filled = MAX_ROW_BYTES
-        for (key, value), size in zip(values.items(), sizes, strict=True):
+        for key, value in values.items():
+            size = len(key) + (_HISTOGRAM_BYTES if key in drawn else _NUMBER_BYTES)
             filled += size
             if filled > MAX_ROW_BYTES:
                 parts.append({keys.STEP: self.step})
@@ -222,42 +215,50 @@ class HistoryRow:
         return parts
 
 
-def _latest(snapshot: Snapshot) -> Snapshot:
-    """One sample with each name's last present row, followed by "total": the whole model in the last sample."""
-    rows_PC, whole_C = last_present(snapshot.rows, snapshot.present), merge_rows(snapshot.rows[-1], axis=0)
-    return Snapshot(snapshot.steps[-1:], (*snapshot.names, "total"), np.concatenate([rows_PC, whole_C[None]])[None])
-
-
-def _newest(snapshot: Snapshot, latest: Snapshot) -> dict[str, Number]:
+def _newest(snapshot: Snapshot) -> dict[str, Number]:
     """The model-wide values of the last sample; a value that is missing there is not taken from an earlier sample."""
-    values: dict[str, Number] = {
+    # The formulas are those of the snapshot's statistics, in plain numbers: for one row, arrays take ten times as long.
+    rows_PC, is_complete = snapshot.rows[-1], bool(snapshot.names) and snapshot.present[-1].all()
+    whole = (snapshot.column_sums[-1] if is_complete else merge_rows(rows_PC, axis=0)).tolist()
+    num, num_nan, num_inf, _, num_dead, total, sum_sq, low, high, _, received_sq, _, _, param_sq, num_broken = whole
+    if is_complete:  # the usual case
+        low = float(np.minimum.reduce(rows_PC[:, Column.GRAD_MIN]))
+        high = float(np.maximum.reduce(rows_PC[:, Column.GRAD_MAX]))
+    num_finite = num - num_nan - num_inf
+    abs_max = max(abs(low), abs(high)) if math.isfinite(low) and math.isfinite(high) else math.nan
+    mean, mean_sq = (total / num_finite, sum_sq / num_finite) if num_finite > 0 else (math.nan, math.nan)
+    has_norm = not (sum_sq < LEAST_SUM_SQ and (num > num_finite == 0 or abs_max > 0))
+    return {
         keys.LOSS_SCALE: float(snapshot.loss_scale[-1]),
         keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
         keys.LOSS: float(snapshot.metrics[keys.LOSS][-1]) if keys.LOSS in snapshot.metrics else math.nan,
+        keys.GRAD_NORM: math.sqrt(sum_sq) if has_norm else math.nan,
+        keys.GRAD_NORM_CLIPPED: math.sqrt(received_sq) if has_norm else math.nan,
+        keys.GRAD_MEAN: mean,
+        keys.GRAD_STD: math.sqrt(max(mean_sq - mean * mean, 0.0)) if has_norm else math.nan,
+        keys.GRAD_ABS_MAX: abs_max,
+        keys.DEAD_RATIO: num_dead / num if num and num_finite else math.nan,
+        keys.PARAM_NORM: math.nan if 0 < num_broken == num else math.sqrt(param_sq),
     }
-    return values | {key: float(getattr(latest, key.removeprefix(keys.PREFIX))[0, -1]) for key in _OF_THE_MODEL}
 
 
-def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[str, Number]:
+def _num_nonfinite(snapshot: Snapshot, shown_P: Sequence[bool]) -> dict[str, int]:
     """Counts over the window: NaN and Inf separately for the whole model, and NaN plus Inf for each layer."""
-    counts: dict[str, Number] = {}
-    if snapshot.has_nonfinite.any():
-        of_layers_P = sum_of_present(snapshot.num_nonfinite)
-        counts[keys.NUM_NAN] = float(sum_of_present(snapshot.total.num_nan)[0])
-        counts[keys.NUM_INF] = float(sum_of_present(snapshot.total.num_inf)[0])
-    else:  # the usual case: 0 wherever a gradient arrived
-        of_layers_P = np.where(shown_P, 0.0, np.nan)
-        counts |= dict.fromkeys((keys.NUM_NAN, keys.NUM_INF), 0.0) if shown_P.any() else {}
-    counts |= _named(keys.LAYER_NUM_NONFINITE, snapshot.names, of_layers_P)
-    return counts
+    if not snapshot.has_nonfinite.any():  # the usual case: 0 wherever a gradient arrived
+        of_layers = itertools.compress(keys.layer_keys(keys.LAYER_NUM_NONFINITE, snapshot.names), shown_P)
+        return dict.fromkeys((keys.NUM_NAN, keys.NUM_INF, *of_layers), 0) if any(shown_P) else {}
+    of_model = {keys.NUM_NAN: snapshot.total.num_nan, keys.NUM_INF: snapshot.total.num_inf}
+    counts = {key: float(sum_of_present(values_S1)[0]) for key, values_S1 in of_model.items()}
+    counts |= _named(keys.LAYER_NUM_NONFINITE, snapshot.names, sum_of_present(snapshot.num_nonfinite))
+    return {key: int(value) for key, value in _present(counts).items()}
 
 
 def _counted_rows(snapshot: Snapshot) -> FloatArray | None:
     """Each layer's rows merged over the samples in the histogram: [P, C]; None without a histogram."""
     if snapshot.histogram is None or not snapshot.names:
         return None
-    counted_S = snapshot.is_counted
-    return merge_rows(snapshot.rows if counted_S.all() else snapshot.rows[counted_S], axis=0)
+    counted = snapshot.rows if snapshot.is_counted.all() else snapshot.rows[snapshot.is_counted]
+    return counted[0] if len(counted) == 1 else merge_rows(counted, axis=0)
 
 
 def _whole(snapshot: Snapshot, counted_PC: FloatArray | None) -> Snapshot | None:
@@ -293,10 +294,9 @@ def _present(values: dict[str, Number]) -> dict[str, Number]:
     return {key: value for key, value in values.items() if value == value}
 
 
-def _last(values_S: FloatArray) -> float:
-    """The last value that is not NaN; NaN if there is none."""
-    known = values_S[~np.isnan(values_S)]
-    return float(known[-1]) if known.size else math.nan
+def _known(values_S: FloatArray) -> list[float]:
+    """The values that are not NaN."""
+    return [value for value in values_S.tolist() if value == value]
 
 
 @dataclass(frozen=True)
