@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import wandb
+from grad_samples import sample_of
 from hypothesis import given
 from hypothesis import strategies as st
 from windows import window
@@ -53,6 +54,23 @@ def test_layers_of_norm_5_and_12_make_13() -> None:
             "num_nonfinite/b/weight": 0,
         }
     )
+
+
+values = st.lists(st.sampled_from([0.0, 1.0, -3.0, 1e-160, -1e160, 5e-324, NAN, INF, -INF]), min_size=1, max_size=4)
+
+
+@given(st.lists(st.none() | values, min_size=1, max_size=4), st.lists(values, min_size=4, max_size=4))
+def test_the_values_of_the_model_are_the_statistics_of_its_total(
+    gradients: list[list[float] | None], parameters: list[list[float]]
+) -> None:
+    names = [f"layer{number}" for number in range(len(gradients))]
+    held = {name: np.array(one) for name, one in zip(names, parameters, strict=False)}
+    with np.errstate(over="ignore", invalid="ignore"):
+        sample = sample_of(dict(zip(names, gradients, strict=True)), parameters=held)
+        total, scalars = sample.total, HistoryRow.of(sample).scalars()
+    for statistic in ("grad_norm", "grad_mean", "grad_std", "grad_abs_max", "dead_ratio", "param_norm"):
+        expected = float(getattr(total, statistic)[0, 0])
+        assert scalars.get(keys.PREFIX + statistic, NAN) == pytest.approx(expected, rel=1e-14, nan_ok=True)
 
 
 def test_a_spike_inside_the_window_stays_visible() -> None:
