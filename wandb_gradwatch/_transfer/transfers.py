@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -87,17 +87,10 @@ class ArrivedSample:
     @cached_property
     def total_C(self) -> list[float]:
         """The sums of the rows over the parameters, as they arrived, without those that are missing: [C]."""
-        total_C: list[float] = np.dot(_ones(len(self.rows)), self.rows).tolist()  # without warnings of overflow
+        total_C: list[float] = np.einsum("pc->c", self.rows).tolist()  # a sum that never warns of overflow
         if math.isnan(total_C[Column.GRAD_SUM_SQ]):
-            total_C = np.dot(
-                _ones(len(self.rows)), np.nan_to_num(self.rows, posinf=math.inf, neginf=-math.inf)
-            ).tolist()
+            total_C = np.einsum("pc->c", np.where(np.isnan(self.rows), 0.0, self.rows)).tolist()
         return total_C
-
-
-@lru_cache(maxsize=4)
-def _ones(num: int) -> FloatArray:
-    return np.ones(num)
 
 
 @dataclass(frozen=True)
