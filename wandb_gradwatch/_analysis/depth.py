@@ -13,7 +13,7 @@ from ..snapshot import Snapshot
 from ..snapshot._arrays import LEAST_SUM_SQ
 from .layers import module_norms, modules_of
 
-# S samples, L layers in model order (the first is nearest the input), N chains of layers
+# S samples, L layers in model order (the first is nearest the input), X samples without zeros, N chains of layers
 
 _MIN_LAYERS = 4
 _ROUNDING = 1e-9  # relative tolerance, because sums in different orders round differently
@@ -54,34 +54,31 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> list[DepthTrend | None]
 
     Parameters are merged into modules first, because bias and weight of a layer differ for reasons other than depth.
     """
-    # The rise of a line fitted to points is at most 1.5 times the range of the points.
-    limit, column = above ** (4 / 3), Column.GRAD_SUM_SQ
     trends: list[DepthTrend | None] = [None] * len(snapshot)
     modules = modules_of(snapshot.names)
-    squares_SL = np.add.reduceat(snapshot.rows[:, modules.order, column], modules.starts, axis=1)
-    is_flat_S = np.max(squares_SL, axis=1) * (1 + _ROUNDING) < limit * np.min(squares_SL, axis=1)
-    for sample, is_flat in zip(snapshot.overview, is_flat_S.tolist(), strict=True):
-        if sample.least[column] > LEAST_SUM_SQ:  # all are there, and above 0
-            if is_flat:
-                continue  # the usual case
-            log_factors_N = _log_factor_weights(modules.names) @ np.log(squares_SL[sample.place])
-            if np.maximum.reduce(log_factors_N, initial=-math.inf) < math.log(above) - _ROUNDING:
-                continue
-        trend = trend_of(modules.names, module_norms(snapshot)[sample.place])
+    # Samples in which all gradients are there, and above 0
+    whole = [sample.place for sample in snapshot.overview if sample.least_sum_sq > LEAST_SUM_SQ]
+    squares_SL = np.add.reduceat(snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order], modules.starts, axis=1)
+    log_factors_XN = np.log(squares_SL[whole]) @ _log_factor_weights(modules.names)
+    largest = np.maximum.reduce(log_factors_XN, axis=1, initial=-math.inf).tolist()
+    limit = math.log(above) - _ROUNDING
+    are_flat = {place for place, log_factor in zip(whole, largest, strict=True) if log_factor < limit}
+    for sample in set(range(len(snapshot))) - are_flat:
+        trend = trend_of(modules.names, module_norms(snapshot)[sample])
         if trend is not None and trend.factor > above:
-            trends[sample.place] = trend
+            trends[sample] = trend
     return trends
 
 
 @lru_cache(maxsize=16)
 def _log_factor_weights(names_L: tuple[str, ...]) -> FloatArray:
-    """Weights with which the logarithms of the modules' sums of squares add up to each chain's log factor: [N, L]."""
+    """Weights with which the logarithms of the modules' sums of squares add up to each chain's log factor: [L, N]."""
     chains = chains_of(names_L)
-    weights_NL = np.zeros((len(chains), len(names_L)))
-    for weights_L, chain in zip(weights_NL, chains, strict=True):
+    weights_LN = np.zeros((len(names_L), len(chains)))
+    for weights_L, chain in zip(weights_LN.T, chains, strict=True):
         centred = np.arange(len(chain)) - (len(chain) - 1) / 2
         weights_L[chain] = 0.5 * (len(chain) - 1) * centred / (centred @ centred)
-    return weights_NL
+    return weights_LN
 
 
 def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:

@@ -1,16 +1,17 @@
 """The change of the parameters by each update, estimated from their norms."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
 from .memory import PerName, Remembers
 
-# P watched parameters
+# P watched parameters, N updates
 
 
 class Update(NamedTuple):
@@ -21,6 +22,15 @@ class Update(NamedTuple):
     total_before: float  # NaN if one parameter's is missing, or if the last sample had other parameters
     total_after: float
     num_steps: int
+
+
+def any_parameter(question: Callable[[FloatArray, FloatArray], BoolArray], updates: Sequence[Update]) -> list[bool]:
+    """Whether the answer, given the sums of squares before and after, [N, P] each, is yes for any parameter: N."""
+    if len(updates) < 2:  # without copies, which would take a large part of the time that rules take for one sample
+        return [bool(np.count_nonzero(question(one.before[None], one.after[None]))) for one in updates]
+    found_NP = question(np.array([one.before for one in updates]), np.array([one.after for one in updates]))
+    found: list[bool] = np.logical_or.reduce(found_NP, axis=1).tolist()
+    return found
 
 
 def small_squares(num_elements_P: FloatArray, *, share: float = 0.5) -> FloatArray:
@@ -41,22 +51,27 @@ class Movement(Remembers):
         self._num_broken = 0.0  # number of non-finite elements in the last sample
         self._sum_sq = PerName(math.nan)
 
-    def see(self, names: tuple[str, ...], sample: Overview) -> Update:
-        """Return the update between the last sample and this one, and store this one as the last."""
-        before = self._total if self._sum_sq.names is names else math.nan
-        after_P = sample.rows[:, Column.PARAM_SUM_SQ]
-        update = Update(
-            self._sum_sq.replace(names, after_P), after_P, before, sample.weights_sq, sample.step - self._step
-        )
-        self._total, self._step = sample.weights_sq, sample.step
-        return update
+    def see(self, snapshot: Snapshot, samples: Sequence[Overview]) -> list[Update]:
+        """Return the update before each of these samples, and store the last sample."""
+        if not samples:
+            return []
+        updates, after_SP = [], snapshot.column(Column.PARAM_SUM_SQ)
+        if self._sum_sq.names is not snapshot.names:
+            self._total = math.nan
+        before_P = self._sum_sq.of(snapshot.names)
+        for sample in samples:
+            after_P = after_SP[sample.place]
+            updates.append(Update(before_P, after_P, self._total, sample.weights_sq, sample.step - self._step))
+            before_P, self._total, self._step = after_P, sample.weights_sq, sample.step
+        self._sum_sq.replace(snapshot.names, before_P)
+        return updates
 
-    def is_beyond(self, limit: float, snapshot: Snapshot, sample: Overview) -> bool:
-        """Whether the parameters' norm changed by more than the share `limit` per step since the last sample.
+    def is_beyond(self, limit: float, update: Update, sample: Overview) -> bool:
+        """Whether the parameters' norm changed by more than the share `limit` per step before this sample.
 
         Only parameters in both samples are compared. False if there are none; True if elements became non-finite.
         """
-        before_P, after_P, before, after, num_steps = self.see(snapshot.names, sample)
+        before_P, after_P, before, after, num_steps = update
         num_broken = sample.sums[Column.PARAM_NUM_NONFINITE]
         if math.isnan(num_broken):
             num_broken = float(np.nansum(sample.rows[:, Column.PARAM_NUM_NONFINITE]))

@@ -138,13 +138,17 @@ class PerKindRule(ShippedRule, ABC):
         self._kinds = PerKind(lambda: replace(self))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample, value in zip(snapshot.overview, self.values(snapshot), strict=True):
-            present_P = None if sample.is_complete else snapshot.present[sample.place]
-            yield from self._kinds.of(snapshot.names, present_P).check_sample(snapshot, sample, value)
+        for kind, samples in self._kinds.of_samples(snapshot, snapshot.overview):
+            for sample, value in kind.prepared(snapshot, samples):
+                yield from kind.check_sample(snapshot, sample, value)
 
-    def values(self, snapshot: Snapshot) -> Sequence[Any]:
-        """Return what `check_sample` needs to know of each sample: its metric, NaN where that was not measured."""
-        return values_of(snapshot, self.metric)
+    def prepared(self, snapshot: Snapshot, samples: Sequence[Overview]) -> Iterable[tuple[Overview, Any]]:
+        """Yield the samples to check, one after the other, each with what `check_sample` needs to know: the metric.
+
+        Samples in which a rule cannot find anything may be left out.
+        """
+        values = values_of(snapshot, self.metric)
+        return [(sample, values[sample.place]) for sample in samples]
 
     @abstractmethod
     def check_sample(self, snapshot: Snapshot, sample: Overview, value: Any, /) -> Iterable[Alert]:

@@ -1,9 +1,9 @@
 """Rule for units without a gradient."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -65,30 +65,33 @@ class DeadGradient(PerKindRule):
         # The smallest limit for any size of a layer: it falls with the size, except where `_MANY` sets it.
         self._least = float(self._by_chance(np.append(np.arange(1.0, 1.0 / (1.0 - _MANY) + 1), np.inf)).min())
 
-    def check_sample(self, snapshot: Snapshot, sample: Overview, value: float, /) -> Iterable[Alert]:
-        names = snapshot.names
+    def prepared(self, snapshot: Snapshot, samples: Sequence[Overview]) -> Iterable[tuple[Overview, Any]]:
+        names, modules = snapshot.names, modules_of(snapshot.names).names
         if names is not self._names and names != self._names:
             places = [self._names.index(name) if name in self._names else -1 for name in names]
             self._recent = deque(np.append(shares, np.nan)[places] for shares in self._recent)
         self._names = names
-        modules = modules_of(names).names
-        if not sample.norm > 0:  # NoGradient reports it
-            return
-        self._largest = max(self._largest, sample.norm)
-        if sample.norm < _ARRIVED * self._largest:
-            return
-        num_elements = sample.least[Column.NUM_ELEMENTS]
-        dead_P = snapshot.dead_ratio[sample.place]
-        self._recent.append(dead_P)
-        self._steps.append(sample.step)
-        if len(self._recent) > self.patience:
-            self._recent.popleft()
-            self._steps.popleft()
-        few_dead = sample.most[Column.NUM_DEAD] < self.max_ratio * num_elements
-        if not self._told and (few_dead or self._are_few(names, dead_P)):  # the usual case; nothing is missing
-            self._dead.end(modules, 1)
-            self._empty.end(modules, 1)
-            return
+        counted = []
+        for sample in samples:
+            self._largest = max(self._largest, sample.norm)
+            if sample.norm > 0 and sample.norm >= _ARRIVED * self._largest:  # NoGradient reports norms of 0
+                counted.append(sample)
+        dead_NP = _dead_ratio(snapshot)
+        dead_NP = dead_NP if len(counted) == len(snapshot) else dead_NP[[sample.place for sample in counted]]
+        for sample, dead_P, are_few in zip(counted, dead_NP, self._are_few(names, dead_NP), strict=True):
+            self._recent.append(dead_P)
+            self._steps.append(sample.step)
+            if len(self._recent) > self.patience:
+                self._recent.popleft()
+                self._steps.popleft()
+            if not self._told and (are_few or self._are_all_below(sample.rows)):  # the usual case; nothing is missing
+                self._dead.end(modules, 1)
+                self._empty.end(modules, 1)
+            else:
+                yield sample, dead_P
+
+    def check_sample(self, snapshot: Snapshot, sample: Overview, dead_P: FloatArray, /) -> Iterable[Alert]:
+        names, modules = snapshot.names, modules_of(snapshot.names).names
         recent_NL = dead_units(names, np.stack(self._recent))
         present_L, empty_now_L = ~np.isnan(recent_NL[-1]), without_inputs(names, dead_P)
         self._pauses |= {modules[place] for place in np.flatnonzero(~present_L)}
@@ -107,19 +110,26 @@ class DeadGradient(PerKindRule):
                 first = int(np.flatnonzero(empty_L)[0])
                 yield self._empty_alert(sample.step, modules, first, int(row_L[first]), present_L)
 
-    def _are_few(self, names: tuple[str, ...], dead_P: FloatArray) -> bool:
+    def _are_few(self, names: tuple[str, ...], dead_NP: FloatArray) -> list[bool]:
         """Whether no layer can be reported: each has fewer dead units than chance allows, and no new ones.
 
-        False if a gradient is missing.
+        `dead_NP` are those of the next samples. False if a gradient is missing.
         """
-        largest = np.maximum.reduce(dead_P, initial=0.0)
-        if largest < self.max_ratio:
-            return True
-        if not largest < 1.0 or self.patience < 3:
-            return False
-        earlier_P = self._recent[0] if len(self._recent) == self.patience else dead_P
-        earlier_L, share_L = dead_units(names, np.array([earlier_P, dead_P]))
-        return bool(np.maximum.reduce(share_L) < self._least and np.maximum.reduce(share_L - earlier_L) <= _AT_ONCE)
+        largest = np.maximum.reduce(dead_NP, axis=1, initial=0.0).tolist()
+        if all([share < self.max_ratio for share in largest]) or self.patience < 3:
+            return [share < self.max_ratio for share in largest]
+        seen, apart = [*self._recent, *dead_NP], int(self.patience) - 1
+        earlier = [seen[i - apart if i >= apart else i] for i in range(len(self._recent), len(seen))]
+        earlier_NL, share_NL = dead_units(names, np.array(earlier)), dead_units(names, dead_NP)
+        most, risen = (np.maximum.reduce(found, axis=1).tolist() for found in (share_NL, share_NL - earlier_NL))
+        return [
+            of_all < self.max_ratio or (of_all < 1.0 and share < self._least and rise <= _AT_ONCE)
+            for of_all, share, rise in zip(largest, most, risen, strict=True)
+        ]
+
+    def _are_all_below(self, rows_PC: FloatArray) -> bool:
+        """Whether no count of dead elements reaches the limit; a gradient without finite elements has no share."""
+        return bool(np.max(rows_PC[:, Column.NUM_DEAD]) < self.max_ratio * np.min(rows_PC[:, Column.NUM_ELEMENTS]))
 
     def _have_died(self, snapshot: Snapshot, sample: int, share_L: FloatArray, empty_L: BoolArray) -> BoolArray:
         """Return which layers have lacked any gradient for longer than chance explains: [L]."""
@@ -226,6 +236,14 @@ class DeadGradient(PerKindRule):
             cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
             remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
+
+
+def _dead_ratio(snapshot: Snapshot) -> FloatArray:
+    """Return `snapshot.dead_ratio`, which takes longer where no gradient has NaN or Inf: [S, P]."""
+    if any([sample.has_nonfinite for sample in snapshot.overview]):
+        return snapshot.dead_ratio
+    with np.errstate(invalid="ignore"):  # of a parameter without elements
+        return snapshot.column(Column.NUM_DEAD) / snapshot.num_elements
 
 
 def _are_no_layers(snapshot: Snapshot, sample: int) -> BoolArray:

@@ -27,7 +27,7 @@ from ._parameters import JUMP
 _USUAL_WEIGHT: Final = 0.1  # weight of the newest healthy sample in the moving average of a parameter's log norm
 _WINDOW: Final = 64  # number of newest norms that define what is usual and are searched for a steady rise
 _FIRST: Final = 5  # number of norms of a run's beginning, which are forgotten when as many have followed
-_HALVED_AFTER: Final = 100  # samples after which the record has halved, so that old norms excuse nothing
+_DECAY: Final = math.log(2) / 100  # of the log record per sample: it halves in 100, so that old norms excuse nothing
 # Multiple of the record that is reported at once. Rare classes in small batches reach 42 times the record, an LSTM that
 # leaves a plateau 33 times, and both fall back in the next sample.
 _AT_ONCE: Final = 100.0
@@ -125,8 +125,8 @@ class _Past(Remembers):
 
     def evenly_apart(self, gap: int) -> list[float]:
         """Return the newest norm and the earlier ones that are as far apart as the newest two, `gap` steps."""
-        if gap == 1 or min(map(operator.sub, self.steps[1:], self.steps), default=gap) >= gap / 2:
-            return self.norms  # the usual case
+        if min(map(operator.sub, self.steps[1:], self.steps), default=gap) >= gap / 2:
+            return self.norms
         return [self.norms[place] for place in evenly_apart(self.steps)]
 
     def survive(self, log_norm: float) -> None:
@@ -136,7 +136,7 @@ class _Past(Remembers):
         if self.num_survived == 2 * _FIRST and max(self.norms[:-_FIRST], default=math.inf) > max(self.norms[-_FIRST:]):
             self.beginning, self.norms, self.steps = max(self.norms), self.norms[-_FIRST:], self.steps[-_FIRST:]
             self.record = max(self.norms)
-        self.record = max(self.record - math.log(2) / _HALVED_AFTER, log_norm)
+        self.record = max(self.record - _DECAY, log_norm)
 
     def passed(self) -> None:
         """End a spike that has fallen back. The record at most doubles; otherwise one spike would hide the next."""
@@ -183,8 +183,8 @@ class ExplodingGradient(ShippedRule):
     adapt_after: int = 20
     _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
     _usual: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)
-    # Norms, or their squares, that are not in `_usual` yet: they are added when an alert needs them, or 64 wait.
-    _unlearnt: list[tuple[tuple[str, ...], FloatArray, bool]] = field(default_factory=list, init=False, repr=False)
+    # Squared norms that are not in `_usual` yet: they are added when an alert needs them, or 64 wait.
+    _unlearnt: list[tuple[tuple[str, ...], FloatArray]] = field(default_factory=list, init=False, repr=False)
 
     title: ClassVar[str] = "Exploding gradient"
     bounds: ClassVar[Bounds] = {
@@ -194,18 +194,24 @@ class ExplodingGradient(ShippedRule):
     may_be_none: ClassVar[frozenset[str]] = frozenset(("threshold", "record_factor", "growth"))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
-            if sample.skipped or not (sample.has_nonfinite or sample.norm > 0):
-                continue
-            past = self._pasts.of(snapshot.names, None if sample.is_complete else snapshot.present[sample.place])
-            past.progress.see(loss)
+        losses = values_of(snapshot, keys.LOSS)
+        samples = [one for one in snapshot.overview if not one.skipped and (one.has_nonfinite or one.norm > 0)]
+        judged = [
+            (*sample_and_update, past)
+            for past, of_kind in self._pasts.of_samples(snapshot, samples)
+            for sample_and_update in zip(of_kind, past.movement.see(snapshot, of_kind), strict=True)
+        ]
+        for sample, update, past in sorted(judged, key=operator.itemgetter(0)):
+            past.progress.see(losses[sample.place])
             # Parameters that move far while the loss falls are learning, not exploding.
-            moved = past.movement.is_beyond(_MOVED, snapshot, sample) and not past.progress.has_fallen()
+            moved = past.movement.is_beyond(_MOVED, update, sample) and not past.progress.has_fallen()
             found = self._broken(past) if sample.has_nonfinite else self._judge(sample, past, moved)
             if found is not None:
                 yield self._alert(snapshot, sample.place, found)
             elif not sample.has_nonfinite:
-                self._learn_layers(snapshot, sample)
+                if len(self._unlearnt) == _WINDOW:
+                    self._work_out()
+                self._unlearnt.append((snapshot.names, sample.rows[:, Column.GRAD_SUM_SQ]))
 
     def state_dict(self) -> dict[str, Any]:
         self._work_out()
@@ -238,7 +244,7 @@ class ExplodingGradient(ShippedRule):
         log_norm = max(math.log(norm) if norm < math.inf else 1e3, small)
         gap = past.see(log_norm, step)
         past.num_moving = past.num_moving + 1 if moved else 0
-        norms = past.evenly_apart(gap)
+        norms = past.norms if gap == 1 else past.evenly_apart(gap)
         limit = self._log_limit(past, norms, gap, moved)
         if self.threshold is not None and norm > self.threshold:
             words = f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"
@@ -323,23 +329,18 @@ class ExplodingGradient(ShippedRule):
             f"{number(bounded_exp(limit))})"
         )
 
-    def _learn_layers(self, snapshot: Snapshot, sample: Overview) -> None:
-        """Queue the norms of the layers for their moving averages, which only alerts need."""
-        if len(self._unlearnt) == _WINDOW:
-            self._work_out()
-        is_squares = sample.least[Column.GRAD_SUM_SQ] > LEAST_SUM_SQ
-        found = sample.rows[:, Column.GRAD_SUM_SQ] if is_squares else snapshot.grad_norm[sample.place]
-        self._unlearnt.append((snapshot.names, found, is_squares))
-
     def _work_out(self) -> None:
-        for (then, is_squares), queued in itertools.groupby(self._unlearnt, operator.itemgetter(0, 2)):
-            usual_P, found_NP = self._usual.of(then), np.array([found_P for _, found_P, _ in queued])
-            norm_NP = np.sqrt(found_NP) if is_squares else found_NP
-            log_NP = np.log(norm_NP, where=norm_NP > 0, out=np.full_like(norm_NP, np.nan))
+        """Add the norms that wait to the moving averages of the layers, which only alerts need."""
+        for then, queued in itertools.groupby(self._unlearnt, operator.itemgetter(0)):
+            usual_P, squares_NP = self._usual.of(then), np.array([squares_P for _, squares_P in queued])
+            log_NP = np.full_like(squares_NP, np.nan)  # NaN where a gradient is missing or 0
+            np.log(np.sqrt(squares_NP), where=squares_NP >= LEAST_SUM_SQ, out=log_NP)
+            np.copyto(usual_P, log_NP[0], where=np.isnan(usual_P))
+            is_plain = bool(np.isfinite(log_NP).all() and np.isfinite(usual_P).all())
             for log_P in log_NP:
-                if not is_squares:  # some are missing or 0
+                if not is_plain:
                     np.copyto(log_P, usual_P, where=np.isnan(log_P))
-                np.copyto(usual_P, log_P, where=np.isnan(usual_P))
+                    np.copyto(usual_P, log_P, where=np.isnan(usual_P))
                 usual_P += _USUAL_WEIGHT * (log_P - usual_P)
         self._unlearnt.clear()
 

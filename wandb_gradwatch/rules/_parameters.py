@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Final
@@ -13,12 +13,12 @@ import numpy.typing as npt
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.layers import MIN_WEIGHTS
 from .._analysis.memory import PerName
-from .._analysis.movement import Movement, Update, small_squares
+from .._analysis.movement import Movement, Update, any_parameter, small_squares
 from .._analysis.progress import Progress
 from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRule, finding
+from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRule, finding, values_of
 
 # S samples, P watched parameters
 
@@ -89,21 +89,33 @@ class FastParameters(PerKindRule):
     metric: ClassVar[str] = keys.LOSS
     bounds: ClassVar[Bounds] = {"max_growth": SHARE, "max_first_growth": SHARE, "min_left": SHARE, "max_factor": FROM_1}
 
-    def check_sample(self, snapshot: Snapshot, sample: Overview, loss: float, /) -> Iterable[Alert]:
-        self._progress.see(loss)
-        if sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
-            return
-        update, size_P = self._movement.see(snapshot.names, sample), sample.rows[:, Column.NUM_ELEMENTS]
-        if sample.weights_sq == 0:
-            self._step_at_0 = sample.step
-        if sample.step <= self._step_at_0 + _FROM_0:
-            return
-        if sample.step - update.num_steps <= _EARLY < sample.step - 1:  # another limit held before
-            self._recent.clear()
-            self._ordinary.clear()
-        if self._is_ordinary(update, sample):
-            self._ordinary.append((update, size_P))
-            return
+    def prepared(self, snapshot: Snapshot, samples: Sequence[Overview]) -> Iterable[tuple[Overview, Any]]:
+        large = [sample for sample in samples if not sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS]
+        updates, losses = self._movement.see(snapshot, large), values_of(snapshot, self.metric)
+        share_N1 = np.array([[2 * _NOTICED * update.num_steps] for update in updates])
+        are_P = _are_weights(snapshot.names)
+        with np.errstate(invalid="ignore"):
+            have_moved = any_parameter(lambda before, now: (np.abs(now - before) > share_N1 * before) & are_P, updates)
+        updated = iter(zip(updates, have_moved, strict=True))
+        for sample in samples:
+            self._progress.see(losses[sample.place])
+            if sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
+                continue
+            update, has_moved = next(updated)
+            if sample.weights_sq == 0:
+                self._step_at_0 = sample.step
+            if sample.step <= self._step_at_0 + _FROM_0:
+                continue
+            if sample.step - update.num_steps <= _EARLY < sample.step - 1:  # another limit held before
+                self._recent.clear()
+                self._ordinary.clear()
+            if self._is_ordinary(update, sample, has_moved):
+                self._ordinary.append((update, sample.rows[:, Column.NUM_ELEMENTS]))
+            else:
+                yield sample, update
+
+    def check_sample(self, snapshot: Snapshot, sample: Overview, update: Update, /) -> Iterable[Alert]:
+        size_P = sample.rows[:, Column.NUM_ELEMENTS]
         if not self._follow(snapshot.names, update, size_P):
             self._left(snapshot, sample.place)  # the first sample's norms are those to compare with
             self._left_sq = 0.0
@@ -122,19 +134,16 @@ class FastParameters(PerKindRule):
         if left < self.min_left or shrinking.size:
             yield self._shrinking(snapshot, sample.place, left, shrinking)
 
-    def _is_ordinary(self, update: Update, sample: Overview) -> bool:
+    def _is_ordinary(self, update: Update, sample: Overview, has_moved: bool) -> bool:
         """Whether no weight has changed enough to be noticed, the usual case; then nothing else is computed."""
         share = 2 * _NOTICED * update.num_steps
         left_sq, self._left_sq = self._left_sq * (1 - share), 0.0
         is_known = left_sq > self.min_left**2 and 0 < share < 0.6  # over more, shrinking takes as much
-        is_known = is_known and sample.sums[Column.PARAM_NUM_NONFINITE] == 0
+        is_known = is_known and sample.sums[Column.PARAM_NUM_NONFINITE] == 0 and not has_moved
         if not (is_known and update.total_after - update.total_before <= share / 2 * update.total_before):
             return False
-        has_moved_P = np.abs(update.after - update.before) > share * update.before
-        has_moved_P &= _are_weights(self._names)
-        is_ordinary = not np.count_nonzero(has_moved_P)
-        self._left_sq = left_sq if is_ordinary else 0.0
-        return is_ordinary
+        self._left_sq = left_sq
+        return True
 
     def _follow(self, names: tuple[str, ...], update: Update, size_P: FloatArray) -> bool:
         """Record how much each weight has changed since the previous sample. Returns whether any change is known."""

@@ -1,9 +1,9 @@
 """Rule for gradients that vanish."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import MIN_WEIGHTS, modules_of
 from .._analysis.memory import PerName, Streaks
-from .._measure.columns import Column
+from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
@@ -84,12 +84,14 @@ class VanishingGradient(PerKindRule):
     title: ClassVar[str] = "Vanishing gradient"
     bounds: ClassVar[Bounds] = {"min_norm": FROM_0, "depth_factor": FROM_1, "min_order": SHARE, "patience": FROM_1}
 
-    def values(self, snapshot: Snapshot) -> list[DepthTrend | None]:
-        return depth_trends(snapshot, above=self.depth_factor)
+    def prepared(self, snapshot: Snapshot, samples: Sequence[Overview]) -> Iterable[tuple[Overview, Any]]:
+        trends, are_coarse = depth_trends(snapshot, above=self.depth_factor), _are_coarse(snapshot)
+        return [(sample, (trends[sample.place], are_coarse[sample.place])) for sample in samples]
 
-    def check_sample(self, snapshot: Snapshot, seen: Overview, trend: DepthTrend | None, /) -> Iterable[Alert]:
+    def check_sample(self, snapshot: Snapshot, seen: Overview, value: Any, /) -> Iterable[Alert]:
         if not seen.norm > 0:
             return
+        trend: DepthTrend | None = value[0]
         sample, small = seen.place, self._is_small(seen.norm)
         faded = trend is not None and trend.order >= self.min_order
         self._num_faded = self._num_faded + 1 if faded else 0
@@ -118,7 +120,7 @@ class VanishingGradient(PerKindRule):
                 f"{number(_ROUNDED)} of the largest one for sample after sample: no more than rounding."
             )
             yield self._alert(snapshot, sample, "faint", words, faint)
-        self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, seen) else 0
+        self._num_coarse = self._num_coarse + 1 if value[1] else 0
         if self._num_coarse >= _CERTAIN:
             words = (
                 f"for {_CERTAIN} samples or more, most gradients are below 2^-14 and their smallest elements are "
@@ -128,11 +130,10 @@ class VanishingGradient(PerKindRule):
 
     def _faint_at(self, snapshot: Snapshot, seen: Overview) -> npt.NDArray[np.intp]:
         """Return the indices of parameters whose gradients have been tiny beside the largest one for some samples."""
-        least, most = seen.least[Column.GRAD_SUM_SQ], seen.most[Column.GRAD_SUM_SQ]
-        names, sum_sq_P, limit = snapshot.names, seen.rows[:, Column.GRAD_SUM_SQ], _ROUNDED**2 * most
-        if least > max(LEAST_SUM_SQ, _FAINT**2 * most) and (  # the usual case: all are present, and none is faint
-            least > limit or np.minimum.reduce(sum_sq_P, where=~modules_of(names).is_bias, initial=math.inf) > limit
-        ):
+        names, least = snapshot.names, seen.least_sum_sq
+        # The usual case, in which no gradient is missing or faint, is clear from the sum of all.
+        is_usual = least > max(LEAST_SUM_SQ, _ROUNDED**2 * seen.sums[Column.GRAD_SUM_SQ])
+        if is_usual or _are_present(names, seen.rows[:, Column.GRAD_SUM_SQ]):
             self._faint.end(names, 1)
             self._rounded.end(names, 1)
             return np.zeros(0, dtype=np.intp)
@@ -173,17 +174,23 @@ class VanishingGradient(PerKindRule):
         return finding(self.title, f"Step {step}: {words}", layers, cause, remedy, step, "WARN")
 
 
-def _is_coarse(snapshot: Snapshot, seen: Overview) -> bool:
+def _are_present(names: tuple[str, ...], squares_P: FloatArray) -> bool:
+    """Whether no gradient is missing or faint."""
+    most, least = np.max(squares_P, initial=-math.inf), np.min(squares_P, initial=math.inf)
+    least_weight = np.min(squares_P, where=~modules_of(names).is_bias, initial=math.inf)
+    return bool(least > max(LEAST_SUM_SQ, _FAINT**2 * most) and least_weight > _ROUNDED**2 * most)
+
+
+def _are_coarse(snapshot: Snapshot) -> list[bool]:
     """Whether most gradient elements belong to gradients that are multiples of the smallest float16 number."""
-    scale = float(snapshot.loss_scale[seen.place])
-    scale = 1.0 if math.isnan(scale) else scale
-    if max(seen.least[Column.GRAD_MAX], -seen.most[Column.GRAD_MIN]) * scale >= _SMALLEST_NORMAL:
-        return False  # the usual case: every gradient has an element that is larger
-    steps_P = seen.rows[:, Column.GRAD_ABS_MIN_NONZERO] * (scale / _SMALLEST)
-    is_coarse_P = (steps_P >= 1) & (steps_P == np.rint(steps_P))
-    if not np.count_nonzero(is_coarse_P):
-        return False  # no gradient consists of such multiples
-    largest_P = np.maximum(seen.rows[:, Column.GRAD_MAX], -seen.rows[:, Column.GRAD_MIN]) * scale
-    is_coarse_P &= largest_P < _SMALLEST_NORMAL
-    size_P = np.where(largest_P > 0, seen.rows[:, Column.NUM_ELEMENTS], 0.0)
-    return float(size_P.sum(where=is_coarse_P)) > 0.5 * float(size_P.sum())
+    scale_S1 = np.array([[1.0 if math.isnan(scale) else scale] for scale in snapshot.loss_scale.tolist()])
+    steps_SP = snapshot.column(Column.GRAD_ABS_MIN_NONZERO) * (scale_S1 / _SMALLEST)
+    are_coarse_SP = steps_SP == np.rint(steps_SP)
+    if not np.count_nonzero(are_coarse_SP):
+        return [False] * len(snapshot)  # the usual case: no gradient consists of such multiples
+    largest_SP = np.maximum(snapshot.column(Column.GRAD_MAX), -snapshot.column(Column.GRAD_MIN)) * scale_S1
+    are_coarse_SP &= (steps_SP >= 1) & (largest_SP < _SMALLEST_NORMAL)
+    size_SP = np.where(largest_SP > 0, snapshot.num_elements, 0.0)
+    are_coarse_S = size_SP.sum(axis=1, where=are_coarse_SP) > 0.5 * size_SP.sum(axis=1)
+    coarse: list[bool] = are_coarse_S.tolist()
+    return coarse

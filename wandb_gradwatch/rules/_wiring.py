@@ -1,16 +1,16 @@
 """Rules for updates that do not reach the parameters, or that use wrong gradients or a wrong learning rate."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from .._analysis.formatting import listing, number
 from .._analysis.layers import MIN_WEIGHTS, are_half_precision
 from .._analysis.memory import Streaks
-from .._analysis.movement import Movement, Update
+from .._analysis.movement import Movement, Update, any_parameter
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
@@ -124,13 +124,19 @@ class UnchangedParameters(PerKindRule):
     metric: ClassVar[str] = keys.LEARNING_RATE
     bounds: ClassVar[Bounds] = dict.fromkeys(("patience", "unknown_patience", "zero_patience"), (2.0, math.inf))
 
-    def check_sample(self, snapshot: Snapshot, sample: Overview, rate: float, /) -> Iterable[Alert]:
-        if not (sample.norm > 0 or sample.has_nonfinite) or sample.skipped or sample.guarded:
-            return
+    def prepared(self, snapshot: Snapshot, samples: Sequence[Overview]) -> Iterable[tuple[Overview, Any]]:
+        samples = [one for one in samples if (one.norm > 0 or one.has_nonfinite) and not (one.skipped or one.guarded)]
+        updates, rates = self._movement.see(snapshot, samples), values_of(snapshot, self.metric)
+        have_still = any_parameter(np.equal, updates)
+        return zip(samples, zip([rates[one.place] for one in samples], updates, have_still, strict=True), strict=True)
+
+    def check_sample(
+        self, snapshot: Snapshot, sample: Overview, value: tuple[float, Update, bool], /
+    ) -> Iterable[Alert]:
+        rate, update, has_still = value
         norm = 0.0 if sample.has_nonfinite else sample.norm  # NaN restarts the count; other rules report it
         self._largest = max(self._largest, norm)
         converged = max(_CONVERGED * self._largest, _NEGLIGIBLE * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]))
-        update = self._movement.see(snapshot.names, sample)
         has_changed = update.total_before < update.total_after or update.total_after < update.total_before
         same = not has_changed  # usually False
         if same:  # parameters that are missing in either sample are neither equal nor different
@@ -159,19 +165,20 @@ class UnchangedParameters(PerKindRule):
         if (is_still and self._num_unchanged >= _LEAST_SAMPLES) or (self._num_nothing >= _LEAST_SAMPLES and is_long):
             yield self._alert(sample.step, norm, rate, is_nothing)
         elif not same and sample.is_complete:  # of two optimizers' models, a critic's weights may be clamped
-            yield from self._look_for_lost(snapshot.names, sample, update, abs(rate))
+            yield from self._look_for_lost(snapshot.names, sample, update, abs(rate), has_still)
 
-    def _look_for_lost(self, names: tuple[str, ...], sample: Overview, update: Update, rate: float) -> Iterable[Alert]:
+    def _look_for_lost(
+        self, names: tuple[str, ...], sample: Overview, update: Update, rate: float, has_still: bool
+    ) -> Iterable[Alert]:
         """Yield an alert if the updates of some parameters, or most of every update, do not arrive."""
         received = rate * min(sample.clipped_norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
         moved = abs(math.sqrt(update.total_after) - math.sqrt(update.total_before))
-        still_P = update.after == update.before
-        num_still, is_lost = int(np.count_nonzero(still_P)), moved < _LOST * received
+        is_lost = moved < _LOST * received
         if not is_lost:
             self._arrived = sample.step
-        if not num_still:
+        if not has_still:
             self._still.end(names, 1)
-        if not (is_lost or num_still):
+        if not (is_lost or has_still):
             return  # the usual case
         # The smaller of the updates that SGD and Adam would make, if the parameter's precision can show it.
         size_P, given_P = sample.rows[:, Column.NUM_ELEMENTS], sample.rows[:, Column.RECEIVED_SUM_SQ]
@@ -183,10 +190,10 @@ class UnchangedParameters(PerKindRule):
             self._arrived = sample.step
         if sample.step - self._arrived >= self.zero_patience:
             yield self._lost_alert(sample.step)
-        elif num_still:
+        elif has_still:
             # A parameter that is equal in two samples has not changed at the steps between them.
             needed = max(_LEAST_SAMPLES, math.ceil(self.zero_patience / update.num_steps))
-            still_P &= visible_P & (size_P >= MIN_WEIGHTS)
+            still_P = (update.after == update.before) & visible_P & (size_P >= MIN_WEIGHTS)
             still_P = self._still.last(names, still_P, needed, ~np.isnan(received_P))
             if still_P.any():
                 yield self._still_alert(sample.step, [names[p] for p in np.flatnonzero(still_P)])

@@ -26,7 +26,8 @@ class Overview(NamedTuple):
         norm, clipped_norm: the sample's elements of `total_grad_norm` and `total_grad_norm_clipped`.
         has_nonfinite, skipped, left_out, guarded: the sample's elements of the snapshot's arrays of these names.
         is_complete: True if a gradient arrived for every parameter.
-        sums: `column_sums` by column; least, most: minima and maxima over the parameters, NaN if a parameter's is NaN.
+        sums: `column_sums` by column.
+        least_sum_sq: the smallest GRAD_SUM_SQ of a parameter; NaN if one is NaN.
         rows: the sample's rows, [P, C].
         weights_sq: sum of squares of all parameters; NaN if that of one is missing.
     """
@@ -41,8 +42,7 @@ class Overview(NamedTuple):
     guarded: bool
     is_complete: bool
     sums: list[float]
-    least: list[float]
-    most: list[float]
+    least_sum_sq: float
     rows: FloatArray
     weights_sq: float
 
@@ -56,18 +56,18 @@ def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
         snapshot.left_out.tolist() if keys.LEFT_OUT in snapshot.metrics else nowhere,
         snapshot.guarded.tolist() if keys.GUARDED in snapshot.metrics else nowhere,
         snapshot.column_sums.tolist(),
-        np.minimum.reduce(snapshot.rows, axis=1, initial=math.inf).tolist(),
-        np.maximum.reduce(snapshot.rows, axis=1, initial=-math.inf).tolist(),
+        np.minimum.reduce(snapshot.num_elements, axis=1, initial=math.inf).tolist(),
+        np.minimum.reduce(snapshot.column(Column.GRAD_SUM_SQ), axis=1, initial=math.inf).tolist(),
+        snapshot.rows,
     )
     overviews = []
-    for place, (step, skipped, left_out, guarded, sums, least, most) in enumerate(zip(*columns, strict=True)):
+    for place, (step, skipped, left_out, guarded, sums, size, least, rows) in enumerate(zip(*columns, strict=True)):
         if sums[Column.GRAD_SUM_SQ] >= LEAST_SUM_SQ:
             norm, clipped_norm = math.sqrt(sums[Column.GRAD_SUM_SQ]), math.sqrt(sums[Column.RECEIVED_SUM_SQ])
         else:  # the sum may have lost digits
             norm, clipped_norm = float(snapshot.total_grad_norm[place]), float(snapshot.total_grad_norm_clipped[place])
         bad = any(_NONFINITE(sums)) and bool(snapshot.has_nonfinite[place])
-        is_complete = least[Column.NUM_ELEMENTS] == least[Column.NUM_ELEMENTS]
-        weights_sq = sums[Column.PARAM_SUM_SQ] if is_complete else math.nan
-        of_sample = (place, step, norm, clipped_norm, bad, skipped, left_out, guarded, is_complete)
-        overviews.append(Overview(*of_sample, sums, least, most, snapshot.rows[place], weights_sq))
+        weights_sq = sums[Column.PARAM_SUM_SQ] if size == size else math.nan
+        of_sample = (place, step, norm, clipped_norm, bad, skipped, left_out, guarded, size == size)
+        overviews.append(Overview._make((*of_sample, sums, least, rows, weights_sq)))  # faster than its constructor
     return tuple(overviews)
