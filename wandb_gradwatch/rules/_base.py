@@ -143,9 +143,9 @@ class PerKindRule(ShippedRule, ABC):
                 yield from kind.check_sample(snapshot, sample, value)
 
     def prepared(self, snapshot: Snapshot, samples: Sequence[Overview]) -> Iterable[tuple[Overview, Any]]:
-        """Yield the samples to check, one after the other, each with what `check_sample` needs to know: the metric.
+        """Yield the samples to check, each with what `check_sample` needs to know: its metric, NaN if not measured.
 
-        Samples in which a rule cannot find anything may be left out.
+        Each sample is checked before the next one is asked for. Samples in which nothing can be found may be left out.
         """
         values = values_of(snapshot, self.metric)
         return [(sample, values[sample.place]) for sample in samples]

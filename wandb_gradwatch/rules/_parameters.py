@@ -76,8 +76,9 @@ class FastParameters(PerKindRule):
     _names: tuple[str, ...] = field(default=(), init=False, repr=False)
     # Change of each weight's log norm per step, 0 if unknown; last that of all together, doubled for many weights.
     _recent: deque[FloatArray] = field(default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False)
-    # Later updates that are too small for a finding: their changes are computed when a larger one comes.
-    _ordinary: deque[tuple[Update, FloatArray]] = field(
+    # Later updates that are too small for a finding: their changes are computed when a larger one comes, from the
+    # update, the sizes of the parameters and `_may_grow`.
+    _ordinary: deque[tuple[Update, FloatArray, float]] = field(
         default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False
     )
     _left_sq: float = field(default=0.0, init=False)  # at least this share of the squared first norm is left
@@ -109,9 +110,8 @@ class FastParameters(PerKindRule):
             if sample.step - update.num_steps <= _EARLY < sample.step - 1:  # another limit held before
                 self._recent.clear()
                 self._ordinary.clear()
-            if self._is_ordinary(update, sample, has_moved):
-                self._ordinary.append((update, sample.rows[:, Column.NUM_ELEMENTS]))
-            else:
+            if has_moved or not self._is_ordinary(snapshot, sample, update):
+                self._left_sq = 0.0
                 yield sample, update
 
     def check_sample(self, snapshot: Snapshot, sample: Overview, update: Update, /) -> Iterable[Alert]:
@@ -134,16 +134,25 @@ class FastParameters(PerKindRule):
         if left < self.min_left or shrinking.size:
             yield self._shrinking(snapshot, sample.place, left, shrinking)
 
-    def _is_ordinary(self, update: Update, sample: Overview, has_moved: bool) -> bool:
-        """Whether no weight has changed enough to be noticed, the usual case; then nothing else is computed."""
-        share = 2 * _NOTICED * update.num_steps
-        left_sq, self._left_sq = self._left_sq * (1 - share), 0.0
-        is_known = left_sq > self.min_left**2 and 0 < share < 0.6  # over more, shrinking takes as much
-        is_known = is_known and sample.sums[Column.PARAM_NUM_NONFINITE] == 0 and not has_moved
-        if not (is_known and update.total_after - update.total_before <= share / 2 * update.total_before):
+    def _is_ordinary(self, snapshot: Snapshot, sample: Overview, update: Update) -> bool:
+        """Whether this update, which moves no weight far, is too small for a finding, the usual case."""
+        share, growth = 2 * _NOTICED * update.num_steps, update.total_after - update.total_before
+        is_known = self._left_sq > 0 and 0 < share < 0.6  # over more, shrinking takes as much
+        is_known = is_known and sample.sums[Column.PARAM_NUM_NONFINITE] == 0
+        if not (is_known and growth <= share / 2 * update.total_before):
             return False
-        self._left_sq = left_sq
+        self._left_sq, may_grow = self._left_sq * (1 - share), 1.0
+        if self._left_sq <= self.min_left**2:
+            self._left_sq = 0.0
+            if self._left(snapshot, sample.place) < self.min_left:
+                return False
+            may_grow = self._may_grow()
+        self._ordinary.append((update, sample.rows[:, Column.NUM_ELEMENTS], may_grow))
         return True
+
+    def _may_grow(self) -> float:
+        """Return the share of the size that preserves a signal up to which weights may grow at any speed."""
+        return 0.5 if self._progress.may_have_risen() else 1.0
 
     def _follow(self, names: tuple[str, ...], update: Update, size_P: FloatArray) -> bool:
         """Record how much each weight has changed since the previous sample. Returns whether any change is known."""
@@ -151,13 +160,12 @@ class FastParameters(PerKindRule):
             self._names, self._recent = names, deque(maxlen=_TOGETHER)
             self._ordinary.clear()
         self._work_out()
-        share = 0.5 if self._progress.may_have_risen() else 1.0
-        if (change_P := _change(names, update, size_P, share)) is not None:
+        if (change_P := _change(names, update, size_P, self._may_grow())) is not None:
             self._recent.append(change_P)
         return change_P is not None
 
     def _work_out(self) -> None:
-        changes = [_change(self._names, update, size_P, 1.0) for update, size_P in self._ordinary]
+        changes = [_change(self._names, *ordinary) for ordinary in self._ordinary]
         self._recent.extend(change_P for change_P in changes if change_P is not None)
         self._ordinary.clear()
 
