@@ -19,8 +19,8 @@ class WaitingSamples:
     """Decides which samples may wait until they are processed and judged together.
 
     A sample waits only if nothing about it is notable: it is finite, its update was applied, it has as many elements as
-    the last one, and its norm is at most twice the norm judged last. The next sample must be expected `LONGEST_WAIT`
-    after the oldest waiting one at the latest.
+    the last one, and its norm is not 0 and at most twice the norm judged last. The next sample must be expected
+    `LONGEST_WAIT` after the oldest waiting one at the latest.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class WaitingSamples:
             and now + since - self._oldest <= LONGEST_WAIT
             and not (bad > 0 or sample.skipped or sample.sample.left_out)
             and is_like_the_last
-            and self._last_sum_sq <= self._judged_sum_sq * 4
+            and 0 < self._last_sum_sq <= self._judged_sum_sq * 4
         )
 
     def end(self) -> None:
