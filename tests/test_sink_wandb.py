@@ -354,7 +354,7 @@ def test_after_a_row_that_could_not_be_logged_alerts_are_sent_and_the_run_is_not
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowScheduler, "_log_part", full_disk)
+        patch.setattr(RowScheduler, "_place", full_disk)
         run.log({"loss": 1.0})
     monkeypatch.setattr(run, "alert", lambda **told: sent.append(told["title"]))
     sink.write(window({"a": [1.0]}, first_step=1))
