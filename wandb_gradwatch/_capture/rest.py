@@ -23,7 +23,8 @@ from .spot_check import SpotCheck, spot_check_of
 
 REGULAR: Final = 4  # number of consecutive samples that show the pattern of steps
 LEAST: Final = 3  # least number of steps for which turning the hooks off and on pays
-# Seconds to count a step, quickly and otherwise. They are not measured, because reading the clock costs as much.
+# Seconds to count a step, quickly and otherwise, from `python -m benchmarks.counting`. They are not measured in the
+# training, because reading the clock costs as much.
 _QUICK: Final = 3e-6
 _NOT_QUICK: Final = 8e-6
 _STRAY: Final = 100  # nested steps of unknown optimizers after which the outer step is taken to have raised
