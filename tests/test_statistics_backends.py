@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from statistics_oracle import BACKENDS, FAST_BACKENDS, assert_row, expected_hist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from wandb_gradwatch._measure import tiling
+from wandb_gradwatch._measure import cpu, cpu_compiled, tiling
 from wandb_gradwatch._measure.columns import AS_LEFT, SCALE_POWER, Column, merge_rows
 from wandb_gradwatch._measure.cpu import SMALL
 from wandb_gradwatch._measure.cpu_pieces import PIECE, SEGMENT
@@ -307,6 +309,26 @@ def test_a_page_of_plain_torch_is_few_launches(
         return counted.count
 
     assert launches(3) - launches(2) <= most
+
+
+@pytest.mark.parametrize("backend", ["cpu", "compiled"])
+def test_threads_in_which_autograd_is_on_measure_parameters_that_require_a_gradient(backend, monkeypatch) -> None:
+    """Whether autograd is on is known to each thread alone: it is off in ours, and on in new ones."""
+    read_by: list[threading.Thread] = []
+
+    def all_in_threads(pieces: Sequence[Any], read: Callable[[Any], object], _: int) -> None:
+        with ThreadPoolExecutor(1) as executor:
+            list(executor.map(lambda piece: (read_by.append(threading.current_thread()), read(piece)), pieces))
+
+    for module in (cpu, cpu_compiled):
+        monkeypatch.setattr(module, "for_each", all_in_threads)
+    parameters = [torch.nn.Parameter(torch.full((1 << 18,), 2.0, dtype=dtype)) for dtype in DTYPES for _ in range(3)]
+    with torch.no_grad():
+        rows = measure([torch.ones_like(p) for p in parameters], parameters, backend=backend).rows
+    assert read_by
+    assert threading.current_thread() not in read_by
+    assert rows[:, Column.GRAD_SUM_SQ].tolist() == [2.0**18] * 12
+    assert rows[:, Column.PARAM_SUM_SQ].tolist() == [4 * 2.0**18] * 12
 
 
 def test_without_parameters_their_columns_are_missing_not_zero(backend: str) -> None:

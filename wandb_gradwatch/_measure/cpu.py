@@ -195,7 +195,7 @@ def _plan(
 
 def _floats(tensors: list[Tensor], part: slice) -> Floats:
     """Concatenate tensors of one dtype, and return a part; half precision becomes float32."""
-    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    flat: Tensor = _flatten_dense_tensors(tensors).detach()  # type: ignore[no-untyped-call]  # helpers have autograd on
     if flat.dtype is torch.bfloat16:  # which numpy does not have; it is the upper half of a float32
         upper = flat.view(torch.uint16).numpy()[part]
         values: Floats = np.left_shift(upper, 16, dtype=np.uint32).view(np.float32)
