@@ -305,6 +305,20 @@ def test_a_watcher_that_begins_in_the_rest_of_another_one_sees_every_step_of_the
     assert samples(other, other_sink).total_grad_norm.tolist() == list(range(25, 41))
 
 
+def test_a_watcher_that_is_removed_in_a_rest_is_freed():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, sample_every=1000)
+    for _ in range(20):
+        step(model, optimizer, a=[1])
+    sampler = weakref.ref(watcher._sampler)
+    assert sampler().counter is not None
+    watcher.remove()
+    del watcher, sink
+    gc.collect()
+    assert sampler() is None
+
+
 def test_an_exception_in_a_rest_between_backwards_is_reported_and_training_goes_on(monkeypatch, caplog):
     def broken(*_, **__):
         raise ZeroDivisionError("a defect")

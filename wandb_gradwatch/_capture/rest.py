@@ -6,6 +6,7 @@ such as a step of another optimizer that updates watched parameters. backward_re
 """
 
 import math
+from abc import ABC, abstractmethod
 from threading import get_ident
 from typing import Final
 
@@ -30,7 +31,7 @@ _NOT_QUICK: Final = 8e-6
 _STRAY: Final = 100  # nested steps of unknown optimizers after which the outer step is taken to have raised
 
 
-class Rest(StepCounter):
+class Rest(StepCounter, ABC):
     """Decides when to rest, counts samples meanwhile, and ends before the next sample."""
 
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
@@ -68,9 +69,9 @@ class Rest(StepCounter):
         self._parts.schedule.seconds_on_counting += self.seconds_spent
         self._turn_hooks_on(before_step=before_step)
 
+    @abstractmethod
     def _turn_hooks_on(self, *, before_step: bool) -> None:
         """Follow the parameters and open the next sample, whose gradients may already be there."""
-        raise NotImplementedError
 
     @property
     def is_over(self) -> bool:

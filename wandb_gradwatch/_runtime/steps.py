@@ -172,13 +172,12 @@ class _Stack(threading.local):
 
 @dataclass(slots=True, eq=False)
 class QuickCount:
-    """Counts the steps of one optimizer while nothing else is due, in place of the only listener's counter.
+    """Counts the steps of one optimizer while nothing else is due, in place of the counter of the only listener.
 
     It has no method, because a call would cost more than all that is done here.
     """
 
     optimizer: weakref.ref[Optimizer]
-    listeners: tuple[Listener, ...]  # while these are all
     clock: Any  # its `step` is the number of steps
     until: float  # the listener's counter is asked again once so many steps are counted
     last_node: int = -1  # the number of autograd nodes that had been made at the last counted step
@@ -194,6 +193,10 @@ class StepHooks(Listeners):
         self._stack = _Stack()
         self._under_way: set[weakref.ref[_Step]] = set()  # the running steps of all threads
         self._quick: QuickCount | None = None
+
+    def unsubscribe(self, listener: Listener) -> None:
+        self._quick = None  # it may be this listener's
+        super().unsubscribe(listener)
 
     def _install(self) -> None:
         if not self._handles:
@@ -218,7 +221,7 @@ class StepHooks(Listeners):
             quick is not None
             and quick.optimizer() is optimizer
             and quick.clock.step < quick.until
-            and quick.listeners is self._listeners
+            and len(self._listeners) == 1
         ):
             quick.is_under_way = True
             return None
@@ -287,7 +290,7 @@ class StepHooks(Listeners):
         """Count steps of this optimizer in `clock.step` from now on, up to `until`; None with several listeners."""
         if len(self._listeners) > 1:
             return None
-        self._quick = QuickCount(weakref.ref(optimizer), self._listeners, clock, -math.inf)
+        self._quick = QuickCount(weakref.ref(optimizer), clock, -math.inf)
         return self._quick
 
     def end_quick_count(self) -> None:
