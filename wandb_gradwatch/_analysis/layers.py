@@ -27,7 +27,6 @@ class ModuleKinds:
     is_bias: BoolArray  # [P]
     has_bias: BoolArray  # [L]
     has_weight: BoolArray  # [L] True if the module has a parameter other than a bias
-    have_both: bool  # all modules have both
     order: npt.NDArray[np.intp] | slice  # [P] sorts the parameters by module; a full slice, without a copy, if they are
     starts: npt.NDArray[np.intp]  # [L] the first index of each module in that order
 
@@ -43,8 +42,7 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     order_P = np.argsort(of_P, kind="stable")
     starts_L = np.searchsorted(of_P[order_P], np.arange(len(places)))
     order = slice(None) if (np.diff(order_P) == 1).all() else order_P
-    have_both = bool((has_bias_L & has_weight_L).all())
-    return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, have_both, order, starts_L)
+    return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, order, starts_L)
 
 
 def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> BoolArray:
@@ -79,9 +77,7 @@ def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
     completely dead. A module with only a bias (its weight may be parametrized) counts as not dead.
     """
     modules = modules_of(names)
-    least_SL: FloatArray = np.fmin.reduceat(dead_SP[:, modules.order], modules.starts, axis=1)
-    if modules.have_both:
-        return least_SL
+    least_SL = np.fmin.reduceat(dead_SP[:, modules.order], modules.starts, axis=1)
     share_SL = np.where(modules.has_bias | np.isnan(least_SL), least_SL, least_SL == 1.0)
     return np.where(modules.has_weight, share_SL, np.fmin(share_SL, 0.0))
 

@@ -76,7 +76,7 @@ class DeadGradient(PerKindRule):
             self._largest = max(self._largest, sample.norm)
             if sample.norm > 0 and sample.norm >= _ARRIVED * self._largest:  # NoGradient reports norms of 0
                 counted.append(sample)
-        dead_NP = _dead_ratio(snapshot)
+        dead_NP = snapshot.dead_ratio
         dead_NP = dead_NP if len(counted) == len(snapshot) else dead_NP[[sample.place for sample in counted]]
         for sample, dead_P, are_few in zip(counted, dead_NP, self._are_few(names, dead_NP), strict=True):
             self._recent.append(dead_P)
@@ -236,14 +236,6 @@ class DeadGradient(PerKindRule):
             cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
             remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
-
-
-def _dead_ratio(snapshot: Snapshot) -> FloatArray:
-    """Return `snapshot.dead_ratio`, which takes longer where no gradient has NaN or Inf: [S, P]."""
-    if any([sample.has_nonfinite for sample in snapshot.overview]):
-        return snapshot.dead_ratio
-    with np.errstate(invalid="ignore"):  # of a parameter without elements
-        return snapshot.column(Column.NUM_DEAD) / snapshot.num_elements
 
 
 def _are_no_layers(snapshot: Snapshot, sample: int) -> BoolArray:

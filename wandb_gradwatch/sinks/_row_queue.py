@@ -1,4 +1,4 @@
-"""The queue of our rows that are not logged yet, in order."""
+"""What the row scheduler knows: our rows that are not logged yet, in order, and the state of W&B's open row."""
 
 import threading
 from collections import deque
@@ -127,3 +127,29 @@ class RowQueue:
 def _is_same(one: object, other: object) -> bool:
     """Compare by content: wandb.Histogram compares by identity, so two watchers of a layer would never share a row."""
     return getattr(one, "__dict__", one) == getattr(other, "__dict__", other)
+
+
+class OpenRow:
+    """The known state of W&B's open row; only `note_call` and `note_step` change it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.has_own = False  # whether the open row already contains a row of ours
+        self.timestamp: float | None = None  # the timestamp that the user gave for the row
+
+    def is_left_by(self, step: int | None) -> bool:
+        """Whether a log call with this step closes the row and opens a later one."""
+        return step is not None and step > self.step
+
+    def note_call(self, step: int | None, closes: bool, *, own: bool = False) -> None:
+        """Record a log call that W&B did not drop. `closes`: it closed its row; `own`: it contained a row of ours."""
+        if step is not None:
+            self.note_step(step)
+        self.has_own |= own
+        if closes:
+            self.note_step(self.step + 1)
+
+    def note_step(self, step: int) -> None:
+        """Record the step of the open row; a larger step than before means that another row is open."""
+        if step > self.step:
+            self.step, self.has_own, self.timestamp = step, False, None

@@ -38,39 +38,13 @@ from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from .._interruptions import raise_interruption
-from ._row_queue import Row, RowQueue
+from ._row_queue import OpenRow, Row, RowQueue
 
 logger = logging.getLogger("wandb_gradwatch")
 
 PATIENCE: Final = 0.1  # seconds that the training waits for an answer of W&B's process, once while it hangs
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
 _MEDIA_COUNTERS: Final = ("_local_step", "_step")  # the names in different versions of W&B
-
-
-class OpenRow:
-    """The known state of W&B's open row; only `note_call` and `note_step` change it."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.has_own = False  # whether the open row already contains a row of ours
-        self.timestamp: float | None = None  # the timestamp that the user gave for the row
-
-    def is_left_by(self, step: int | None) -> bool:
-        """Whether a log call with this step closes the row and opens a later one."""
-        return step is not None and step > self.step
-
-    def note_call(self, step: int | None, closes: bool, *, own: bool = False) -> None:
-        """Record a log call that W&B did not drop. `closes`: it closed its row; `own`: it contained a row of ours."""
-        if step is not None:
-            self.note_step(step)
-        self.has_own |= own
-        if closes:
-            self.note_step(self.step + 1)
-
-    def note_step(self, step: int) -> None:
-        """Record the step of the open row; a larger step than before means that another row is open."""
-        if step > self.step:
-            self.step, self.has_own, self.timestamp = step, False, None
 
 
 class RowScheduler:
