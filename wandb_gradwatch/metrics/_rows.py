@@ -106,41 +106,7 @@ def tensor_name(module: str, path: str, label: str = "") -> str:
     return (f"{module}.{path}" if path else module) + (f"/{label}" if label else "")
 
 
-def _num_finite(c: Tensor) -> Tensor:
-    return c[Column.NUM_ELEMENTS] - c[Column.NUM_NAN] - c[Column.NUM_INF]
-
-
-def _mean(c: Tensor, total: Column = Column.GRAD_SUM) -> Tensor:
-    return c[total] / _num_finite(c)  # 0 / 0 gives NaN: missing
-
-
-def _known(c: Tensor, value: Tensor) -> Tensor:
-    """Return a value that is 0 if no element is finite, which is missing instead; an empty tensor has the value."""
-    return torch.where((_num_finite(c) == 0) & (c[Column.NUM_ELEMENTS] > 0), torch.nan, value)
-
-
-def _std(c: Tensor) -> Tensor:
-    variance = _mean(c, Column.GRAD_SUM_SQ) - _mean(c) ** 2
-    return variance.clamp_min(0.0).sqrt()  # rounding can make the variance of a constant slightly negative
-
-
-def _present(extreme: Tensor) -> Tensor:
-    return torch.where(extreme.isinf(), torch.nan, extreme)  # still at its start value: no finite element
-
-
-# Statistics from the columns [C, M]; of finite elements only, as for gradients.
-STATISTICS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "norm": lambda c: _known(c, c[Column.GRAD_SUM_SQ].sqrt()),
-    "rms": lambda c: _mean(c, Column.GRAD_SUM_SQ).sqrt(),
-    "mean": _mean,
-    "std": _std,
-    "min": lambda c: _present(c[Column.GRAD_MIN]),
-    "max": lambda c: _present(c[Column.GRAD_MAX]),
-    "abs_max": lambda c: _present(torch.maximum(c[Column.GRAD_MIN].abs(), c[Column.GRAD_MAX].abs())),
-    "dead_ratio": lambda c: _known(c, c[Column.NUM_DEAD] / c[Column.NUM_ELEMENTS]),
-    "zero_ratio": lambda c: _known(c, c[Column.NUM_ZERO] / c[Column.NUM_ELEMENTS]),
-    "num_nonfinite": lambda c: c[Column.NUM_NAN] + c[Column.NUM_INF],
-}
+STATISTICS: Final = ("norm", "rms", "mean", "std", "min", "max", "abs_max", "dead_ratio", "zero_ratio", "num_nonfinite")
 
 # Not a number but the counts in the fixed bins, at steps where gradients have histograms too.
 HISTOGRAM: Final = "histogram"
@@ -179,12 +145,36 @@ class RowTally(Store[str, Tensor]):
             alike.setdefault((rows[name].device, len(rows[name])), []).append(name)
         for (_, size), group in alike.items():
             rows_MC = torch.stack([rows[name] for name in group])
-            values: dict[str, Sequence[Found]] = {name: STATISTICS[name](rows_MC.T).unbind() for name in self._numbers}
+            numbers = _statistics(rows_MC.T)
+            values: dict[str, Sequence[Found]] = {name: numbers[name].unbind() for name in self._numbers}
             if histogram and size > NUM_COLUMNS:
                 values[HISTOGRAM] = histograms_of(rows_MC, rows_MC[:, NUM_COLUMNS:])
             for index, name in enumerate(group):
                 for statistic, of_names in values.items():
                     yield name, statistic, of_names[index]
+
+
+def _statistics(c: Tensor) -> Mapping[str, Tensor]:
+    """Return STATISTICS, [M] each, from columns [C, M]: of finite elements only, as for gradients."""
+    num, sum_sq, num_nonfinite = c[Column.NUM_ELEMENTS], c[Column.GRAD_SUM_SQ], c[Column.NUM_NAN] + c[Column.NUM_INF]
+    num_finite = num - num_nonfinite
+    mean, mean_sq = c[Column.GRAD_SUM] / num_finite, sum_sq / num_finite  # 0 / 0 gives NaN: missing
+    # An extreme that is still at its start value has seen no finite element.
+    low, high = (torch.where(c[i].isinf(), torch.nan, c[i]) for i in (Column.GRAD_MIN, Column.GRAD_MAX))
+    # Added to values that are 0 if no element is finite, which are missing instead; an empty tensor has the values.
+    missing = torch.where((num_finite == 0) & (num > 0), torch.nan, 0.0)
+    return {
+        "norm": sum_sq.sqrt() + missing,
+        "rms": mean_sq.sqrt(),
+        "mean": mean,
+        "std": (mean_sq - mean**2).clamp_min(0.0).sqrt(),  # rounding can make the variance slightly negative
+        "min": low,
+        "max": high,
+        "abs_max": torch.maximum(low.abs(), high.abs()),
+        "dead_ratio": c[Column.NUM_DEAD] / num + missing,
+        "zero_ratio": c[Column.NUM_ZERO] / num + missing,
+        "num_nonfinite": num_nonfinite,
+    }
 
 
 def _merged(one: Tensor, other: Tensor) -> Tensor:
