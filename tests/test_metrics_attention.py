@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch.metrics import Attention, EntropyCollapse, MonitorMixin, log_attention
-from wandb_gradwatch.metrics._attention import AttentionCall, weight_sums
+from wandb_gradwatch.metrics._transformer_layers import AttentionCall, weight_sums
 from wandb_gradwatch.snapshot import Snapshot
 
 SGD = torch.optim.SGD
@@ -79,19 +79,19 @@ def test_weights_are_computed_in_parts_when_there_are_many(monkeypatch):
     mask = torch.randn(7, 1, 4, 6)
     whole = entropies(query, key, mask=mask)
     monkeypatch.setattr(
-        "wandb_gradwatch.metrics._attention._WEIGHTS_AT_ONCE", 2 * 2 * 4 * 6
+        "wandb_gradwatch.metrics._transformer_layers._WEIGHTS_AT_ONCE", 2 * 2 * 4 * 6
     )  # two of the seven items at once
     np.testing.assert_allclose(entropies(query, key, mask=mask), whole, rtol=1e-6)
     whole = entropies(query, key, is_causal=True)
     for at_once in (2 * 6, 2 * 6 * 3, 1):  # one query of one item, three queries, and less than one query
-        monkeypatch.setattr("wandb_gradwatch.metrics._attention._WEIGHTS_AT_ONCE", at_once)
+        monkeypatch.setattr("wandb_gradwatch.metrics._transformer_layers._WEIGHTS_AT_ONCE", at_once)
         np.testing.assert_allclose(entropies(query, key, is_causal=True), whole, rtol=1e-6)
 
 
 @pytest.mark.parametrize("at_once", [2**24, 13])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_logits_are_those_of_torchs_own_formula(is_causal, at_once, monkeypatch):
-    monkeypatch.setattr("wandb_gradwatch.metrics._attention._WEIGHTS_AT_ONCE", at_once)
+    monkeypatch.setattr("wandb_gradwatch.metrics._transformer_layers._WEIGHTS_AT_ONCE", at_once)
     torch.manual_seed(0)
     query, key = 3 * torch.randn(4, 2, 5, 8), torch.randn(4, 2, 6, 8)
     logits = query.double() @ key.double().mT / math.sqrt(8)

@@ -11,7 +11,7 @@ from metric_probes import train, values, watch
 from torch import nn
 
 from wandb_gradwatch.metrics import Router
-from wandb_gradwatch.metrics._activations import POOLED
+from wandb_gradwatch.metrics._transformer_layers import POOLED
 
 
 class Mixture(nn.Module):
@@ -92,7 +92,7 @@ def test_each_of_several_routers_pools_its_own_layers() -> None:
 
 
 def test_with_too_many_experts_single_experts_are_logged_only_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wandb_gradwatch.metrics._activations.MAX_EXPERT_KEYS", 5)
+    monkeypatch.setattr("wandb_gradwatch.metrics._transformer_layers.MAX_EXPERT_KEYS", 5)
     found, _ = routed([[[[[1.0, 0, 0]], [[1.0, 0, 0]]]]], num_layers=2)
     assert {key.split("/")[1] for key in found if "expert_" in key.split("/")[2]} == {POOLED}
 

@@ -1,7 +1,6 @@
 """Metrics for `watch(..., metrics=[...])`, which measure any function of any tensor, and the coordinate check."""
 
-from ._activations import Activations, Router
-from ._attention import Attention
+from ._activations import Activations
 from ._coordinate_check import CoordinateCheck, coordinate_check
 from ._distances import Reference, Updates
 from ._forward_hooks import MonitorMixin, log_attention, log_tensor
@@ -18,6 +17,7 @@ from ._rules import (
     RanksDisagree,
     SlowRank,
 )
+from ._transformer_layers import Attention, Router
 
 __all__ = [
     "Activations", "Attention", "CoordinateCheck", "DeadExperts", "EntropyCollapse", "GrowingLogits", "Metric",

@@ -1,5 +1,6 @@
 """Metric: a user-defined function of tensors; FunctionMetrics: the probe that applies all of them."""
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -17,11 +18,11 @@ from .._runtime.outputs import is_measurable
 from .._runtime.sharding import is_sharded
 from ..rules import Rule
 from ..snapshot import keys
-from ._activations import Router
 from ._forward_hooks import AttentionCall, Match, ModuleIndex, hands_over, logger
 from ._module_probe import ForwardProbe, ModuleProbe, SubjectProbe
 from ._rows import Dims, Store, labelled, slices, tensor_name, tensors_in, widened
 from ._rules import POOLED
+from ._transformer_layers import Router
 
 # K labels (one without named dimensions), E elements of each
 
@@ -159,31 +160,23 @@ MetricLike = Metric | ModuleProbe
 def probes_of(
     metrics: Sequence[MetricLike], models: WatchedModels, watched: Collection[str] | None = None
 ) -> list[Probe]:
-    """Return the probes that measure these metrics, bound to the models.
-
-    Args:
-        metrics: each a Metric, or a probe such as Activations(), Updates(), Attention() or Reference(model).
-        models: the models as given to watch().
-        watched: the names of the parameters that include and exclude select; None: all.
+    """Return the probes that measure these metrics, bound to the models; `watched` names the parameters, None: all.
 
     Raises:
         TypeError: an element of metrics is neither a Metric nor a probe.
-        ValueError: a metric matches nothing in the models, or fails on a tensor that it matches; two metrics would log
-            under the same keys.
+        ValueError: a metric matches nothing, or fails on a tensor that it matches; two would log under the same keys.
     """
     probes = _probes_in(metrics)
     bound = ModuleIndex(with_prefixes(models), watched=watched)
     if custom := [metric for metric in metrics if isinstance(metric, Metric)]:
         probes.append(FunctionMetrics(custom))
-    claimed: dict[tuple[str, str], int] = {}
-    for place, metric in enumerate(metrics):
-        for family, name in sorted(metric.logs):
-            first = claimed.setdefault((family, name), place)
-            if first != place and (type(metrics[first]) is not type(metric) or not metric.may_be_several):
-                raise ValueError(
-                    f"metrics: {metrics[first]} and {metric} would both log under {family}/<name>/{name}; give one of "
-                    "them another name, or leave it out"
-                )
+    for one, other in itertools.combinations(metrics, 2):
+        if (both := one.logs & other.logs) and not (type(one) is type(other) and one.may_be_several):
+            family, name = min(both)
+            raise ValueError(
+                f"metrics: {one} and {other} would both log under {family}/<name>/{name}; give one of them another "
+                "name, or leave it out"
+            )
     for number, router in enumerate((probe for probe in probes if isinstance(probe, Router)), start=1):
         router.pooled = POOLED if number == 1 else f"{POOLED}_{number}"
     for probe in probes:

@@ -1,10 +1,11 @@
-"""Attention: statistics of query, key and value per head, the entropy of the attention weights, and the logits.
+"""Attention: the heads of an attention, their weights and logits. Router: how the experts of a mixture are used.
 
 The entropy of one query's weights lies between 0 (one key only) and the logarithm of the number of keys that the mask
 allows. `entropy` is its mean over the queries, in nats; `entropy_ratio` is the mean of entropy / largest possible
 entropy over the queries with at least two keys. Both describe the softmax, before any dropout.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -19,10 +20,10 @@ from .._runtime.outputs import is_measurable
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall, ModuleFilter
 from ._module_probe import ForwardProbe
-from ._rows import STATISTICS, Dims, RowTally, Store, add_on_device, check_names, slices
-from ._rules import EntropyCollapse, GrowingLogits
+from ._rows import STATISTICS, Dims, RowTally, Store, add_on_device, check_names, slices, tensors_in
+from ._rules import POOLED, DeadExperts, EntropyCollapse, GrowingLogits
 
-# N batch, H heads, L queries, S keys, D features of a head
+# N batch, H heads, L queries, S keys, D features of a head; T tokens, E experts
 
 DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "abs_max")
 
@@ -213,3 +214,91 @@ def _call_of(
 
 def _forbidding(places: Tensor) -> Tensor:
     return torch.zeros(places.shape, device=places.device).masked_fill_(places, -math.inf)
+
+
+MAX_EXPERT_KEYS: Final = 2000  # over all layers; with more, single experts are logged only pooled over the layers
+
+
+class Router(ForwardProbe):
+    """Load of the experts, dead experts and the router's entropy, logged as `router/<module>/...` and, if several
+    layers have the same number of experts, pooled as `router/all_layers/...`; a second Router of the same `watch()`
+    pools its layers as `router/all_layers_2/...`, and so on.
+
+    A router is a module whose output, or the first floating-point tensor in it, has one logit per token and expert:
+    [..., E]. A token goes to the experts with its `top_k` largest logits. The numbers cover all tokens of a sample,
+    over all micro-batches, on the rank that logs:
+
+    - `load_max_ratio`, `load_min_ratio`: the share of the fullest and of the emptiest expert, times E; 1 is ideal.
+    - `dead_experts`: the number of experts that got no token.
+    - `entropy_ratio`: the mean entropy of softmax(logits), divided by its maximum log E: 0 if the router is certain of
+      each choice, 1 if all experts are equally likely.
+    - `load_entropy_ratio`: the entropy of the loads, divided by log E: 1 if all loads are equal (Fedus et al. 2021,
+      arXiv 2101.03961, balance the loads with an auxiliary loss).
+    - `expert_<i>/load_ratio`: each expert's share times E; for single layers only up to 2,000 experts over all layers.
+
+    Args:
+        match: choose the routers by name, as for `Activations`, or by class.
+        top_k: the number of experts that a token goes to.
+
+    Memory: E + 2 numbers per router until the sample is complete. Cost: a softmax and a top-k of the logits at a
+    sampled step.
+
+    Raises:
+        ValueError: top_k is not positive; watch() raises it if match matches no module.
+    """
+
+    logs, brings = frozenset({(keys.ROUTER, keys.DEAD_EXPERTS)}), (DeadExperts,)
+    pooled = POOLED  # in place of a module's name; watch() gives each further Router another one
+
+    def __init__(self, match: ModuleFilter, *, top_k: int = 1) -> None:
+        super().__init__(match)
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise ValueError(f"Router(top_k={top_k!r}) must be the number of experts that a token goes to")
+        self._top_k = top_k
+        # [E + 2] per router: the number of tokens of each expert, the sum of the entropies, the number of tokens.
+        self._sums = self.collect(Store[str, Tensor](add_on_device))
+
+    def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        _, logits = next(tensors_in(output), ("", None))
+        if logits is None:  # no tokens, or a call under vmap
+            return
+        if logits.ndim < 1 or logits.shape[-1] < max(2, self._top_k):
+            raise ValueError(
+                f"{self!r}: the output of {name!r} is not logits [..., experts] of at least {max(2, self._top_k)} "
+                "experts; match the module that returns them"
+            )
+        self._seen_any = True
+        self._sums.add(name, _loads(logits.flatten(0, -2), self._top_k))
+
+    def take(self) -> Mapping[str, Found]:
+        layers = self._sums.take()
+        num_experts = [len(loads) - 2 for loads in layers.values()]
+        if len(layers) > 1 and len(set(num_experts)) == 1:
+            layers[self.pooled] = functools.reduce(add_on_device, layers.values())
+        taken: dict[str, Found] = {}
+        for name, loads in layers.items():
+            tokens_E, entropies, tokens = loads[:-2], loads[-2], loads[-1]
+            num = len(tokens_E)
+            share_E = tokens_E / (tokens * self._top_k)
+            numbers = {
+                "load_max_ratio": share_E.max() * num,
+                "load_min_ratio": share_E.min() * num,
+                keys.DEAD_EXPERTS: (tokens_E == 0).sum(),
+                "entropy_ratio": entropies / tokens / math.log(num),
+                "load_entropy_ratio": torch.special.entr(share_E).sum() / math.log(num),
+            }
+            if name == self.pooled or sum(num_experts) <= MAX_EXPERT_KEYS:
+                numbers |= {f"expert_{expert}/load_ratio": share * num for expert, share in enumerate(share_E)}
+            taken |= {f"{keys.ROUTER}/{name}/{what}": number for what, number in numbers.items()}
+        return taken
+
+
+def _loads(logits_TE: Tensor, top_k: int) -> Tensor:
+    """Return the tokens of each expert, the sum of the tokens' entropies, and the number of tokens: [E + 2]."""
+    wide = wide_dtype(logits_TE.device)
+    chosen_TK = logits_TE.topk(top_k, dim=-1).indices
+    # bincount would make the host wait for the largest index on a device.
+    ones = torch.ones(chosen_TK.numel(), dtype=wide, device=logits_TE.device)
+    tokens_E = ones.new_zeros(logits_TE.shape[-1]).scatter_add(0, chosen_TK.flatten(), ones)
+    entropies = torch.special.entr(torch.softmax(logits_TE.float(), dim=-1)).sum(dtype=wide)
+    return torch.cat([tokens_E, torch.stack([entropies, torch.full_like(entropies, len(logits_TE))])])
