@@ -159,17 +159,13 @@ def _inputs(
         if args and isinstance(args[0], Tensor):
             inputs.setdefault(name, args[0].detach().clone())
 
-    modes = {module: module.training for module in model.modules()}
-    with ExitStack() as hooks:
+    with ExitStack() as before, torch.no_grad():
+        for module in model.modules():
+            before.callback(setattr, module, "training", module.training)
         for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name)))
+            before.enter_context(layer.register_forward_pre_hook(partial(keep, name)))
         model.eval()
-        try:
-            with torch.no_grad():
-                loss(model, batch)
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        loss(model, batch)
     return {name: inputs[name] for name in layers if name in inputs}
 
 

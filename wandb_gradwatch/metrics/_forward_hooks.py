@@ -196,7 +196,7 @@ _open_hooks: Final[dict[ForwardHooks, SeenThing]] = {}
 def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
     """Log a tensor from inside a module's forward. It is measured like an output named `<module>.<name>`.
 
-    Does nothing unless the model is watched with a probe that measures activations, and the step is sampled.
+    Does nothing unless a probe of activations watches the model and the step is sampled.
 
     Args:
         module: the module whose forward calls this.
@@ -246,8 +246,8 @@ def log_attention(
 ) -> None:
     """Log the tensors of an attention from inside a module's forward, for `Attention` to measure.
 
-    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. Does nothing unless the model is
-    watched with a probe that measures activations, and the step is sampled.
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. Does nothing unless a probe of
+    activations watches the model and the step is sampled.
 
     Args:
         module: the module whose forward calls this.
@@ -262,10 +262,7 @@ def log_attention(
 
 
 class MonitorMixin:
-    """Adds `log_tensor` and `log_attention` as methods to a module, for tensors inside its forward.
-
-    The functions of the same names work with any module. Calls do nothing unless the model is watched with a probe that
-    measures activations, and the step is sampled.
+    """Adds the functions `log_tensor` and `log_attention` as methods to a module, for tensors inside its forward.
 
     Example:
         class SelfAttention(MonitorMixin, nn.Module):

@@ -66,12 +66,9 @@ class ModuleProbe(Probe):
 
     def move_to(self, models: ModuleIndex) -> None:
         """Call `bind`, and warn if the probe still measures another model, whose values would be lost or mixed."""
-        here = [model for _, model in models.alive()]
-        if any(all(model is not one for one in here) for _, model in self._models.alive()):
-            kind = type(self).__name__
-            logger.warning(
-                "wandb_gradwatch: %r measures another watched model; make a new %s for each model.", self, kind
-            )
+        here = {id(model) for _, model in models.alive()}
+        if any(id(model) not in here for _, model in self._models.alive()):
+            self.say_once("measures another watched model; make a new %s for each model.", type(self).__name__)
         self._models = models
         self.bind(models)
 
@@ -209,29 +206,23 @@ class OwnGradientProbe(ParameterProbe):
 
     A hook on a parameter runs before DistributedDataParallel reduces its bucket. The gradient in it still contains the
     earlier backwards of the step, already averaged unless they ran under no_sync(). They are subtracted, for which the
-    gradients are copied in steps of several backwards. The first such step is left out, because it has no copies.
+    gradients are copied in steps of several backwards; the first such step, which has no copies, is left out.
     """
 
-    def __init__(self, match: NameFilter | None = None) -> None:
-        super().__init__(match)
-        self._copies = False  # whether a step of several backwards was seen
-        self._forget()
-
-    def _forget(self) -> None:
-        self._num_averaged = 0  # backwards of this step whose gradients passed through the hooks
-        self._begun = False  # a gradient has arrived since the end of the last backward
-        self._squares_of_own: dict[str, Tensor] = {}
-        self._own: dict[str, Tensor] = {}  # the rank's own gradients, summed over the backwards so far
-        self._left: dict[str, Tensor] = {}  # the gradients as the last backward left them
-        self._inverse_scales: dict[str, Tensor | None] = {}  # of the gradients in the sample
+    _copies = False  # whether a step of several backwards was seen
+    _num_averaged = 0  # backwards of this step whose gradients passed through the hooks
 
     @property
     def needs_ranks(self) -> bool:
         return world_size() > 1
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._copies = self._copies or self._num_averaged > 1
-        self._forget()
+        self._copies, self._num_averaged = self._copies or self._num_averaged > 1, 0
+        self._begun = False  # a gradient has arrived since the end of the last backward
+        self._squares_of_own: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}  # the rank's own gradients, summed over the backwards so far
+        self._left: dict[str, Tensor] = {}  # the gradients as the last backward left them
+        self._inverse_scales: dict[str, Tensor | None] = {}  # of the gradients in the sample
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         if not self._match.chooses(name):
@@ -272,8 +263,7 @@ class ForwardProbe(ModuleProbe):
     """A probe of forwards: it opens and closes its hooks, and warns once if it sees no matching forward.
 
     A forward's values are pending until a backward has ended or an optimizer steps, because the previous sample may
-    still be open when the next forward runs. A forward of a whole model that raises adds nothing. Evaluations belong to
-    the next sample, and are measured between samples too.
+    still be open when the next forward runs. A forward of a whole model that raises adds nothing.
     """
 
     unseen = (

@@ -72,19 +72,15 @@ class Ranks(OwnGradientProbe):
         self._checksum_every = checksum_every
         self._num_due = 0
         self._clock = time.perf_counter
-        self._began = self._clock()
+        self._updated_at: float | None = None  # the end of an update in the open sample
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._has_updated, self._waited, self._seconds = False, 0.0, math.nan
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
+        self._began = self._clock() if self._updated_at is None else self._updated_at
+        self._updated_at, self._waited, self._seconds = None, 0.0, math.nan
         self._loss: Tensor | None = None
         self._checksums: list[Tensor] = []
         self._layout: list[object] = []  # describes the parameters in the checksum
-
-    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        if not self._has_updated:  # otherwise `_began` is the end of the previous update, which was in a sample
-            self._began = self._clock()
-        super().start(next_step_is_due, histogram_is_due)
         self._is_checked = self._checksum_every > 0 and self._num_due % self._checksum_every == 0
         self._num_due += next_step_is_due
 
@@ -108,7 +104,7 @@ class Ranks(OwnGradientProbe):
                 self._layout.append((tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype), layout))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._has_updated, self._began = True, self._clock()
+        self._updated_at = self._clock()
 
     def loss_known(self, loss: Tensor) -> None:
         self._loss = loss
@@ -117,23 +113,18 @@ class Ranks(OwnGradientProbe):
         if not self.needs_ranks:
             return {}
         squares = list(self.own_squares().values())
-        known = (one.device for one in (*squares, self._loss, *self._checksums) if one is not None)
+        known = (one.device for one in (*squares, *self._checksums, self._loss) if one is not None)
         device = next(known, torch.device("cpu"))
-
-        def number(value: float | Tensor | None) -> Tensor:
-            if isinstance(value, Tensor):
-                return onto(value, device).to(wide_dtype(device)).reshape(())
-            return torch.full((), math.nan if value is None else value, dtype=wide_dtype(device), device=device)
-
-        square = torch.stack([onto(one, device) for one in squares]).sum() if squares else _UNSEEN
-        checksum, layout = None, math.nan
+        square: Tensor | float = torch.stack([onto(one, device) for one in squares]).sum() if squares else _UNSEEN
+        checksum: Tensor | float = math.nan
+        layout, loss = math.nan, math.nan if self._loss is None else onto(self._loss, device)
         if self._checksums:
             checksum = torch.stack([onto(one, device) for one in self._checksums]).sum() % _MODULUS
             digest = hashlib.sha256(repr(sorted(map(repr, self._layout))).encode()).digest()
             layout = float(int.from_bytes(digest[:6], "big"))
-        fields_F = torch.stack(list(map(number, (1.0, square, self._loss, self._seconds, checksum, layout))))
-        all_RF = torch.zeros(world_size(), len(_FIELDS), dtype=fields_F.dtype, device=device)
-        all_RF[rank()] = fields_F
+        all_RF = torch.zeros(world_size(), len(_FIELDS), dtype=wide_dtype(device), device=device)
+        for place, value in enumerate((1.0, square, loss, self._seconds, checksum, layout)):
+            all_RF[rank(), place] = value
         return {keys.RANKS: ProbeSums(all_RF.flatten(), ReadByProbe(all_RF.numel()))}
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
@@ -248,8 +239,8 @@ class NoiseScale(OwnGradientProbe):
         self._batch_size = 1 if batch_size is None else batch_size
         self._windows: dict[str, deque[tuple[float, float]]] = {}  # by group: estimates of tr(S) and |G|^2
 
-    def _forget(self) -> None:
-        super()._forget()
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
         self._num_backwards = 0
         self._last: dict[str, Tensor] = {}  # the gradients after the last backward
         self._squares: dict[str, Tensor] = {}  # [2] by parameter: squares of the increments, summed; of their sum
@@ -326,9 +317,9 @@ class NoiseScale(OwnGradientProbe):
             window = self._windows.setdefault(group, deque(maxlen=_WINDOW))
             if math.isfinite(small) and math.isfinite(big):
                 window.append(((small - big) * num / (num - 1), (num * big - small) / (num - 1)))
-            found |= {f"{keys.NOISE_SCALE}/{group}/{name}": value for name, value in self._scale(window).items()}
             cosine = (big - of_increments) / of_increments / (num - 1) if of_increments > 0 else math.nan
-            found[f"{keys.NOISE_SCALE}/{group}/cosine"] = float(cosine)
+            numbers = self._scale(window) | {"cosine": float(cosine)}
+            found |= {f"{keys.NOISE_SCALE}/{group}/{name}": value for name, value in numbers.items()}
         return found
 
     def state_dict(self) -> dict[str, Any]:

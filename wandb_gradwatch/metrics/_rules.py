@@ -11,7 +11,7 @@ from .._analysis.formatting import listing, number
 from .._analysis.memory import Remembers
 from .._measure.columns import FloatArray
 from ..rules import Alert
-from ..rules._base import FROM_0, FROM_1, Bounds, Level, ShippedRule, finding
+from ..rules._base import FROM_0, FROM_1, Bounds, Level, ShippedRule, finding, values_of
 from ..snapshot import Snapshot, keys
 
 # S samples in the window
@@ -329,10 +329,8 @@ class SlowRank(ShippedRule):
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         names = (f"highest/{keys.SECONDS}_rank", f"highest/{keys.SECONDS}", f"median/{keys.SECONDS}")
-        if not all(f"{keys.RANKS}/{name}" in snapshot.metrics for name in names):
-            return
-        columns = np.stack([snapshot.metrics[f"{keys.RANKS}/{name}"] for name in names], axis=1)
-        for step, (rank, slowest, median) in zip(snapshot.steps.tolist(), columns.tolist(), strict=True):
+        columns = (values_of(snapshot, f"{keys.RANKS}/{name}") for name in names)
+        for step, rank, slowest, median in zip(snapshot.steps.tolist(), *columns, strict=True):
             if rank != rank:
                 continue
             is_late = slowest > max(self.factor * median, median + self.least)

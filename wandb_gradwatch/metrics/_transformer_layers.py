@@ -6,6 +6,7 @@ entropy over the queries with at least two keys. Both describe the softmax, befo
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -29,6 +30,8 @@ DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "abs_max")
 
 # The largest number of attention weights computed at once: 64 MiB in float32.
 _WEIGHTS_AT_ONCE: Final = 2**24
+
+_ARGUMENTS: Final = inspect.signature(nn.MultiheadAttention.forward)
 
 # A bias below this excludes a key: masks use -inf, or the dtype's smallest number.
 _FORBIDDEN: Final = -1e4
@@ -80,7 +83,7 @@ class Attention(ForwardProbe):
             self.say_once("leaves out %s, which is sharded; call log_attention() in it.", name)
             return
         with torch.autocast(module.out_proj.weight.device.type, enabled=False):
-            self._measure(name, _call_of(module, *args, **kwargs))
+            self._measure(name, _call_of(module, args, kwargs))
 
     def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
         if not self._match.chooses(module):
@@ -166,33 +169,21 @@ def _bias(call: AttentionCall, mask: Tensor) -> Tensor:
     return bias if bias.ndim <= 4 else bias.expand(*call.query.shape[:-3], *bias.shape[-3:]).flatten(0, -4)
 
 
-def _call_of(
-    module: nn.MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> AttentionCall:
+def _call_of(module: nn.MultiheadAttention, args: Any, kwargs: Mapping[str, Any]) -> AttentionCall:
     """Recompute the projections and masks of an nn.MultiheadAttention from the arguments of its forward."""
-    del need_weights, average_attn_weights, is_causal  # is_causal is only a hint about attn_mask, which is always given
-    tensors = [tensor.detach() for tensor in (query, key, value)]
-    if query.ndim == 2:
+    given = _ARGUMENTS.bind(module, *args, **kwargs).arguments
+    attn_mask, padding = given.get("attn_mask"), given.get("key_padding_mask")  # is_causal only describes attn_mask
+    tensors: list[Tensor] = [given[name].detach() for name in ("query", "key", "value")]
+    if tensors[0].ndim == 2:
         tensors = [tensor[None] for tensor in tensors]
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
     elif not module.batch_first:
         tensors = [tensor.transpose(0, 1) for tensor in tensors]
     weights: Sequence[Tensor] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.chunk(3)
-    biases: Sequence[Tensor | None] = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    projected = [
-        functional.linear(tensor.float(), weight.float(), None if bias is None else bias.float())
-        for tensor, weight, bias in zip(tensors, weights, biases, strict=True)
-    ]
+    biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.float().chunk(3)
+    triples = zip(tensors, weights, biases, strict=True)
+    projected = [functional.linear(tensor.float(), weight.float(), bias) for tensor, weight, bias in triples]
     for index, extra in ((1, module.bias_k), (2, module.bias_v)):
         if extra is not None:
             projected[index] = torch.cat([projected[index], extra.float().expand(len(projected[index]), 1, -1)], dim=1)
@@ -202,11 +193,12 @@ def _call_of(
     heads = [one.view(*one.shape[:2], num_heads, one.shape[2] // num_heads).transpose(1, 2) for one in projected]
     if attn_mask is not None and attn_mask.ndim == 3:  # [batch * heads, L, S]
         attn_mask = attn_mask.view(len(heads[0]), num_heads, *attn_mask.shape[1:])
-    padding = None if key_padding_mask is None else key_padding_mask[:, None, None]
+    if padding is not None:  # [S] or [batch, S]
+        padding = padding.view(len(heads[0]), 1, 1, -1)
     # Both masks become additive biases, with zeros for the keys that the module appends itself.
     mask: Tensor | None = None
-    for given in (one for one in (attn_mask, padding) if one is not None):
-        bias = _forbidding(given) if given.dtype == torch.bool else given.float()  # True excludes, in this module
+    for one in (one for one in (attn_mask, padding) if one is not None):
+        bias = _forbidding(one) if one.dtype == torch.bool else one.float()  # True excludes, in this module
         bias = functional.pad(bias, (0, heads[1].shape[2] - bias.shape[-1]))
         mask = bias if mask is None else mask + bias
     return AttentionCall(heads[0], heads[1], heads[2], mask, False, None)
