@@ -60,7 +60,8 @@ class Activations(ForwardProbe):
         dead_threshold: float = 0.0,
         evaluation: bool = False,
     ) -> None:
-        super().__init__(match, in_evaluation=evaluation)
+        self._rows = RowTally(statistics, dead_threshold)
+        super().__init__(match, self._rows, in_evaluation=evaluation)
         check_names(f"{self!r}: of={of!r}", of, _OF)
         if evaluation and "grad" in of:
             raise ValueError(f'{self!r}: of={of!r} has "grad", but an evaluation has no backward')
@@ -68,7 +69,6 @@ class Activations(ForwardProbe):
         check_names(f"{self!r}: statistics={statistics!r}", statistics, (*STATISTICS, HISTOGRAM))
         self.logs = frozenset((keys.ACTIVATION, statistic) for statistic in statistics)
         self.brings = (NonFiniteActivation,) if "num_nonfinite" in statistics else ()
-        self._rows = self.collect(RowTally(statistics, dead_threshold))
         self._has_histograms = HISTOGRAM in statistics
         self._source: dict[str, str] = {}  # by tensor name: the name under which the hook keeps the tensor's order
 

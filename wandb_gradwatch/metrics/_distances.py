@@ -111,7 +111,10 @@ class Reference(SubjectProbe, ForwardProbe):
         activations: NameFilter | None = None,
         functions: Mapping[str, Difference] | None = None,
     ) -> None:
-        super().__init__(match)
+        # [2] by family, name and function: the sum of the function's values and their number; for the function "" the
+        # sums of squares of the difference and of the reference
+        self._sums = Store[tuple[str, str, str], Tensor](add_on_device)
+        super().__init__(match, self._sums)
         source = model if reference is None else reference
         for argument, module in (("model", model), ("reference", source)):
             if not isinstance(module, nn.Module):
@@ -143,9 +146,6 @@ class Reference(SubjectProbe, ForwardProbe):
         self._prefix = ""
         self._reference_hooks = ForwardHooks(self, ModuleIndex(), when="always")
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's outputs: by module, per call
-        # [2] by family, name and function: the sum of the function's values and their number; for the function "" the
-        # sums of squares of the difference and of the reference
-        self._sums = self.collect(Store[tuple[str, str, str], Tensor](add_on_device))
 
     def bind(self, models: ModuleIndex) -> None:
         # Of several models with the same shapes, such as twins, the one that the reference was made of comes first.
@@ -203,11 +203,10 @@ class Reference(SubjectProbe, ForwardProbe):
         layout = Layout.of(tensor)
         if layout is None and not self.gets_whole(tensor, needed_by="distances to a reference"):
             return
-        whole = local_part(self._frozen[tensor.name.removeprefix(self._prefix)]).detach()
+        whole = self._frozen[tensor.name.removeprefix(self._prefix)].detach()
         reference = whole if layout is None else layout.part(whole)
         has_functions = self._functions and self.gets_whole(tensor, needed_by="functions of differences")
-        functions = self._functions if has_functions else {}
-        self._compare(keys.PARAMETER, tensor.name, values, reference, functions)
+        self._compare(keys.PARAMETER, tensor.name, values, reference, self._functions if has_functions else {})
 
     def _compare(
         self, family: str, name: str, tensor: Tensor, other: Tensor, functions: Mapping[str, Difference]

@@ -209,17 +209,17 @@ class FunctionMetrics(SubjectProbe, ForwardProbe):
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = list(metrics)
-        super().__init__()
+        self._tallies = Store[tuple[Metric, str], Tally](Tally.merge)
+        super().__init__(None, self._tallies)
         self._now: list[Metric] = []  # metrics that the open sample measures
         self._num_due = 0
-        self._tallies = self.collect(Store[tuple[Metric, str], Tally](Tally.merge))
 
     def __repr__(self) -> str:
         return f"FunctionMetrics({', '.join(metric.name for metric in self._metrics)})"
 
     def bind(self, models: ModuleIndex) -> None:
         """Try each metric once on the smallest matching tensor, if there is one with elements that is not sharded."""
-        parameters = {n: p for n, p in models.watched_parameters().items() if p.is_floating_point() or p.is_complex()}
+        parameters = models.watched_parameters()
         there = {n: p for n, p in parameters.items() if p.numel() and not p.is_meta and not is_sharded(p)}
         modules = dict(models.modules())
         for metric in self._metrics:

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from .._runtime.sharding import local_part, world_size
 from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import ROOT, ForwardHooks, Match, ModuleFilter, ModuleIndex, logger
-from ._rows import Dims, Store, dense, square_of, widened, without_scale
+from ._rows import Dims, Store, square_of, widened, without_scale
 
 # Warn after this many measured updates in which a probe has seen nothing; fewer could belong to another model, such as
 # the critic of a GAN, which is often updated five times for each update of the generator.
@@ -127,9 +127,6 @@ class SubjectProbe(ModuleProbe):
     Memory: a copy of the parameters whose update is asked for, while an optimizer steps in a sampled step.
     """
 
-    _befores: dict[str, Tensor]  # copies of parameters by name, from before an update until after it
-    _done: set[str]  # the names of the parameters that were measured in the open sample
-
     def wants(self, subject: str, tensor: WatchedTensor) -> bool:
         """Return whether to measure this parameter, its gradient or its update."""
         return False
@@ -139,14 +136,15 @@ class SubjectProbe(ModuleProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
-        self._befores, self._done = {}, set()
+        self._befores: dict[str, Tensor] = {}  # copies of parameters by name, from before an update until after it
+        self._done: set[str] = set()  # the names of the parameters that were measured in the open sample
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
         self._measure_parameters(tensors)
         for tensor in tensors:
             if tensor.gradient is not None and self.wants(keys.GRADIENT, tensor):
-                self.measure(keys.GRADIENT, tensor, without_scale(dense(tensor.gradient), tensor.inverse_scale))
+                self.measure(keys.GRADIENT, tensor, without_scale(tensor.gradient, tensor.inverse_scale))
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().before_update(tensors)
@@ -228,7 +226,7 @@ class OwnGradientProbe(ParameterProbe):
         if not self._match.chooses(name):
             return
         self._begun = True
-        own = widened(dense(gradient))
+        own = widened(without_scale(gradient, None))
         if self._copies:
             if name in self._left:
                 own = own - self._left[name]
@@ -256,9 +254,6 @@ class OwnGradientProbe(ParameterProbe):
         return squares if inverse is None else squares * onto(inverse, squares.device).square()
 
 
-AnyStore = TypeVar("AnyStore", bound=Store[Any, Any])
-
-
 class ForwardProbe(ModuleProbe):
     """A probe of forwards: it opens and closes its hooks, and warns once if it sees no matching forward.
 
@@ -271,14 +266,16 @@ class ForwardProbe(ModuleProbe):
         "measured: match the whole model's output, or compile less of it."
     )
 
-    def __init__(self, match: ModuleFilter | None = None, *, in_evaluation: bool = False) -> None:
+    def __init__(
+        self, match: ModuleFilter | None = None, *stores: Store[Any, Any], in_evaluation: bool = False
+    ) -> None:
         self._match = Match(match, f"{type(self).__name__}()")
+        self._stores = stores  # forwards add pending values to them, and `take` reads the sample
         self._in_evaluation = in_evaluation
         when: Any = "evaluation" if in_evaluation else "training"
         self._hooks = ForwardHooks(self, ModuleIndex(), on_logged=self.logged, when=when)  # no models yet
         self._depth = 0  # nesting of forwards of whole models: a model may call itself
         self._handled: BaseException | None = None  # the exception being handled when the outermost forward began
-        self._stores: list[Store[Any, Any]] = []
         self._marked: dict[Store[Any, Any], dict[Any, Any]] = {}  # the pending values when the outermost forward began
         self._due = False
         self._seen_any = False  # since the last update
@@ -305,11 +302,6 @@ class ForwardProbe(ModuleProbe):
 
     def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
         """Called when a module logs a tensor or an attention by itself."""
-
-    def collect(self, store: AnyStore) -> AnyStore:
-        """Register a store: forwards add pending values to it, and `take` reads the sample."""
-        self._stores.append(store)
-        return store
 
     def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
         self._depth += 1
@@ -346,10 +338,9 @@ class ForwardProbe(ModuleProbe):
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         ForwardProbe.gradients_ready(self, tensors)
         self._hooks.shut()  # the forwards of an optimizer that evaluates its closure again are not measured
-        if not self._due or self._in_evaluation or not self._hooks.models.alive():
-            return
-        self.count_unseen(has_seen=self._seen_any)
-        self._seen_any = False
+        if self._due and not self._in_evaluation and self._hooks.models.alive():
+            self.count_unseen(has_seen=self._seen_any)
+            self._seen_any = False
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if self._due or self._in_evaluation:

@@ -18,7 +18,7 @@ from .._runtime.sharding import local_part, world_size
 from ..snapshot import keys
 from ._forward_hooks import ModuleIndex
 from ._module_probe import NO_OPTIMIZER, Layout, ParameterProbe, ReadByProbe, SubjectProbe
-from ._rows import check_names, dense, histograms_of, reals, square_of, widened, without_scale
+from ._rows import check_names, histograms_of, reals, square_of, widened, without_scale
 from ._rules import OutgrownUpdate
 
 # M rows, N columns of a matrix
@@ -116,7 +116,7 @@ class OptimizerState(ParameterProbe):
         for tensor, state, group in _with_states(tensors):
             if tensor.gradient is None or not self._match.chooses(tensor.name):
                 continue
-            squares = without_scale(reals(dense(tensor.gradient)), tensor.inverse_scale).square()
+            squares = reals(without_scale(tensor.gradient, tensor.inverse_scale)).square()
             wide, second = wide_dtype(squares.device), _moment(state, group, "exp_avg_sq", 1)
             num = torch.full((), squares.numel(), dtype=wide, device=squares.device)
             stale = torch.full_like(num, torch.nan)
@@ -131,7 +131,7 @@ class OptimizerState(ParameterProbe):
             if (before := self._gradients.pop(tensor.name, None)) is None:
                 continue
             parts = {
-                name: _local(value)
+                name: reals(local_part(value))
                 for name, value in sorted(state.items())
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.ndim
             }
@@ -159,10 +159,6 @@ def _with_states(tensors: Sequence[WatchedTensor]) -> Iterator[tuple[WatchedTens
             yield tensor, tensor.optimizer.state.get(tensor.held, {}), group_of.get(id(tensor.held), {})
 
 
-def _local(state: Tensor) -> Tensor:
-    return reals(local_part(state).detach())
-
-
 def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
     """Return a bias-corrected moment of an Adam-like optimizer; None for other optimizers and before the first step.
 
@@ -172,7 +168,7 @@ def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
     if not isinstance(moment, Tensor) or step is None or betas is None or "eps" not in group:
         return None
     step = step.to(wide_dtype(step.device)) if isinstance(step, Tensor) else float(step)
-    corrected: Tensor = _local(moment) / (1 - betas[place] ** step)
+    corrected: Tensor = reals(local_part(moment)) / (1 - betas[place] ** step)
     return corrected
 
 
@@ -185,7 +181,7 @@ def _made_of(tensor: WatchedTensor, state: _Held, group: _Held) -> list[Tensor |
         assert divisor is not None
         update = first / (divisor.sqrt() + group["eps"])
     elif isinstance(tensor.optimizer, torch.optim.SGD) and buffer is not None and tensor.gradient is not None:
-        buffer = _local(buffer)
+        buffer = reals(local_part(buffer))
         update = reals(tensor.gradient) + group["momentum"] * buffer if group.get("nesterov") else buffer
     return [first, second, update]
 

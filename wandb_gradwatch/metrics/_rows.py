@@ -68,13 +68,10 @@ def reals(tensor: Tensor) -> Tensor:
     return widened(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
 
 
-def dense(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
 def without_scale(gradient: Tensor, inverse_scale: Tensor | None) -> Tensor:
-    """Remove the loss scale from a gradient; a scaled half-precision gradient becomes float32."""
-    return gradient if inverse_scale is None else widened(gradient) * onto(inverse_scale, gradient.device)
+    """Return a gradient, dense, without the loss scale; a scaled half-precision gradient becomes float32."""
+    dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+    return dense if inverse_scale is None else widened(dense) * onto(inverse_scale, dense.device)
 
 
 def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -67,12 +67,12 @@ class Attention(ForwardProbe):
     def __init__(
         self, match: ModuleFilter | None = None, *, statistics: Sequence[str] = DEFAULT_STATISTICS, weights: bool = True
     ) -> None:
-        super().__init__(match)
+        self._rows = RowTally(statistics)
+        self._of_weights = Store[str, tuple[Tensor, Tensor]](_merged)  # by module: weight_sums()
+        super().__init__(match, self._rows, self._of_weights)
         self._weights = weights
         self.brings = (EntropyCollapse, GrowingLogits) if weights else ()
         check_names(f"{self!r}: statistics={statistics!r}", statistics, STATISTICS)
-        self._rows = self.collect(RowTally(statistics))
-        self._of_weights = self.collect(Store[str, tuple[Tensor, Tensor]](_merged))  # by module: weight_sums()
 
     def sees(self, name: str, module: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) and self._match.chooses(name)
@@ -243,12 +243,12 @@ class Router(ForwardProbe):
     pooled = POOLED  # in place of a module's name; watch() gives each further Router another one
 
     def __init__(self, match: ModuleFilter, *, top_k: int = 1) -> None:
-        super().__init__(match)
+        # [E + 2] per router: the number of tokens of each expert, the sum of the entropies, the number of tokens.
+        self._sums = Store[str, Tensor](add_on_device)
+        super().__init__(match, self._sums)
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"Router(top_k={top_k!r}) must be the number of experts that a token goes to")
         self._top_k = top_k
-        # [E + 2] per router: the number of tokens of each expert, the sum of the entropies, the number of tokens.
-        self._sums = self.collect(Store[str, Tensor](add_on_device))
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         _, logits = next(tensors_in(output), ("", None))
