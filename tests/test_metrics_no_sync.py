@@ -65,9 +65,9 @@ def questions(metrics_of, monkeypatch):
     """Return the operations that make the host wait during the steps of a watched training, without its flushes."""
     # Use the backend for any device: the CPU's own backend may read numbers, which costs nothing there.
     monkeypatch.setattr("wandb_gradwatch.metrics._rows.measure", partial(measure, backend="torch"))
-    monkeypatch.setattr(
-        "wandb_gradwatch.metrics._distances.sum_sq", lambda tensors: measure_received(tensors, backend="torch")[:, 0]
-    )
+    for user in ("_outputs", "_parameters"):
+        sum_sq = f"wandb_gradwatch.metrics.{user}.sum_sq"
+        monkeypatch.setattr(sum_sq, lambda tensors: measure_received(tensors, backend="torch")[:, 0])
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(

@@ -1,12 +1,11 @@
 """Metrics for `watch(..., metrics=[...])`, which measure any function of any tensor, and the coordinate check."""
 
-from ._activations import Activations
 from ._coordinate_check import CoordinateCheck, coordinate_check
-from ._distances import Reference, Updates
 from ._forward_hooks import MonitorMixin, log_attention, log_tensor
 from ._metric import Metric
 from ._module_probe import ModuleProbe
-from ._parameters import OptimizerState, Spectrum
+from ._outputs import Activations, Reference
+from ._parameters import OptimizerState, Spectrum, Updates
 from ._ranks import NoiseScale, Ranks
 from ._rules import (
     DeadExperts,

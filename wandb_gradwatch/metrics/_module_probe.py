@@ -165,12 +165,6 @@ class SubjectProbe(ModuleProbe):
                 self.measure(keys.PARAMETER, tensor, tensor.parameter)
 
 
-NO_OPTIMIZER: Final = (
-    "has measured nothing in %d samples, because no optimizer updated the parameters that it matches. Updates by code "
-    "of your own are not measured; leave it out if there is no optimizer."
-)
-
-
 class ParameterProbe(ModuleProbe):
     """A probe of the parameters that match."""
 

@@ -1,4 +1,4 @@
-"""Probes of parameters: histograms, the optimizer's state and update, and the spectrum of matrices."""
+"""Probes of parameters: histograms, updates, the optimizer's state, and the spectrum of matrices."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +12,22 @@ from torch import Tensor
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
 from .._measure.elements import onto, upload, wide_dtype
-from .._measure.measure import measure
-from .._measure.probe_values import ArrivedSums, ProbeSums, root_of_ratio
+from .._measure.measure import measure, sum_sq
+from .._measure.probe_values import ArrivedSums, Distance, ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part, world_size
 from ..snapshot import keys
 from ._forward_hooks import ModuleIndex
-from ._module_probe import NO_OPTIMIZER, Layout, ParameterProbe, ReadByProbe, SubjectProbe
+from ._module_probe import Layout, ParameterProbe, ReadByProbe, SubjectProbe
 from ._rows import check_names, histograms_of, reals, square_of, widened, without_scale
 from ._rules import OutgrownUpdate
 
 # M rows, N columns of a matrix
+
+_NO_OPTIMIZER: Final = (
+    "has measured nothing in %d samples, because no optimizer updated the parameters that it matches. Updates by code "
+    "of your own are not measured; leave it out if there is no optimizer."
+)
+_CHANGE: Final = Distance("norm", "ratio")
 
 
 class ParameterHistograms(ParameterProbe):
@@ -50,6 +56,48 @@ class ParameterHistograms(ParameterProbe):
             assert measured.histogram is not None
             for one, histogram in zip(group, histograms_of(measured.rows, measured.histogram), strict=True):
                 self._found[f"{keys.PARAMETER_HISTOGRAMS}/{one.name}"] = histogram
+
+
+class Updates(SubjectProbe, ParameterProbe):
+    """The norm of each parameter's change in a step, and its ratio to the parameter's norm before the step.
+
+    Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. The ratio is
+    missing for a parameter that was all zero. The change includes learning rate, momentum and weight decay. Both
+    numbers of a sharded parameter are those of the whole parameter, merged over the ranks at the flush.
+
+    Args:
+        match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
+        max_mib: the memory in MiB that the copies may take on one rank.
+
+    Memory: at sampled steps one copy of the matching parameters (of this rank's shards) while the optimizer steps, and
+    one parameter's change at a time, in float32 if the parameter is half precision.
+
+    Raises:
+        ValueError: by watch(): match matches nothing, or the matching parameters exceed max_mib.
+    """
+
+    logs, unseen = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}), _NO_OPTIMIZER
+
+    def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
+        super().__init__(match)
+        self._max_mib = max_mib
+
+    def bind(self, models: ModuleIndex) -> None:
+        super().bind(models)
+        parts = [local_part(one) for name, one in models.watched_parameters().items() if self._match.chooses(name)]
+        size = sum(part.numel() * part.element_size() for part in parts) / 2**20
+        if size > self._max_mib:
+            raise ValueError(
+                f"{self!r} would copy {size:.0f} MiB of parameters at each sampled step, more than "
+                f"max_mib={self._max_mib:g}; match fewer parameters, or raise max_mib"
+            )
+
+    def wants(self, subject: str, tensor: WatchedTensor) -> bool:
+        return subject == keys.UPDATE and self._match.chooses(tensor.name)
+
+    def measure(self, subject: str, tensor: WatchedTensor, values: Tensor, before: Tensor | None = None) -> None:
+        assert before is not None
+        self._found[f"{keys.UPDATE}/{tensor.name}"] = ProbeSums(sum_sq([values, before]), _CHANGE, tensor.name)
 
 
 @dataclass(frozen=True)
@@ -106,7 +154,7 @@ class OptimizerState(ParameterProbe):
     """
 
     logs, brings = frozenset({(keys.OPTIMIZER_STATE, keys.STALE)}), (OutgrownUpdate,)
-    unseen = NO_OPTIMIZER
+    unseen = _NO_OPTIMIZER
 
     def __init__(self, match: NameFilter | None = None) -> None:
         super().__init__(match)

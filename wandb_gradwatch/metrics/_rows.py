@@ -22,13 +22,17 @@ Value = TypeVar("Value")
 Dims = Mapping[int, str] | None
 
 
+def add_on_device(one: Tensor, other: Tensor) -> Tensor:
+    return one + onto(other, one.device)
+
+
 class Store(Generic[Key, Value]):
     """Values by key that merge: those of the open sample, and pending ones, which may belong to the next sample.
 
     Values are never changed in place, so copies of the dictionaries may share them.
     """
 
-    def __init__(self, merge: Callable[[Value, Value], Value]) -> None:
+    def __init__(self, merge: Callable[[Any, Any], Any] = add_on_device) -> None:
         self.sample: dict[Key, Value] = {}
         self.pending: dict[Key, Value] = {}
         self._merge = merge
@@ -46,10 +50,6 @@ class Store(Generic[Key, Value]):
     def take(self) -> dict[Key, Value]:
         taken, self.sample = self.sample, {}
         return taken
-
-
-def add_on_device(one: Tensor, other: Tensor) -> Tensor:
-    return one + onto(other, one.device)
 
 
 def square_of(tensor: Tensor) -> Tensor:

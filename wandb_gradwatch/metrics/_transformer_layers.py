@@ -244,7 +244,7 @@ class Router(ForwardProbe):
 
     def __init__(self, match: ModuleFilter, *, top_k: int = 1) -> None:
         # [E + 2] per router: the number of tokens of each expert, the sum of the entropies, the number of tokens.
-        self._sums = Store[str, Tensor](add_on_device)
+        self._sums = Store[str, Tensor]()
         super().__init__(match, self._sums)
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"Router(top_k={top_k!r}) must be the number of experts that a token goes to")

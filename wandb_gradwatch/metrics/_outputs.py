@@ -1,8 +1,9 @@
-"""Updates: how far each parameter moves in a step. Reference: distances to the tensors of a frozen model."""
+"""Activations: the statistics of inputs and outputs of modules. Reference: distances to those of another model."""
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -10,65 +11,135 @@ from torch import Tensor, nn
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
+from .._capture.scaling import SCALERS, scale_tensor
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
-from .._runtime.sharding import is_sharded, local_part
+from .._runtime.outputs import is_measurable, leaves_in
+from .._runtime.sharding import is_sharded
 from .._runtime.wrappers import unwrapped
 from ..snapshot import keys
-from ._forward_hooks import ForwardHooks, Match, ModuleIndex, logger
+from ._forward_hooks import ForwardHooks, Match, ModuleFilter, ModuleIndex, hands_over, logger
 from ._metric import Metric
-from ._module_probe import NO_OPTIMIZER, ForwardProbe, Layout, ParameterProbe, SubjectProbe
-from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
+from ._module_probe import ForwardProbe, Layout, SubjectProbe
+from ._rows import HISTOGRAM, STATISTICS, Dims, RowTally, Store, check_names, slices, tensor_name, tensors_in, widened
+from ._rules import NonFiniteActivation
 
-# The metric names of the distances; a user's function may not take them.
-DIFFERENCE, RELATIVE = "difference", "relative_difference"
-_DIFFERENCE: Final = Distance(DIFFERENCE, RELATIVE)
-_CHANGE: Final = Distance("norm", "ratio")
+DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "min", "max", "dead_ratio", "num_nonfinite", HISTOGRAM)
+_OF: Final = ("input", "output", "grad")
 
 Difference = Callable[[Tensor, Tensor], Tensor]
+_DISTANCE: Final = Distance("difference", "relative_difference")
 
 
-class Updates(SubjectProbe, ParameterProbe):
-    """The norm of each parameter's change in a step, and its ratio to the parameter's norm before the step.
+class Activations(ForwardProbe):
+    """Statistics of module outputs, logged as `activation/<module>/<statistic>` and merged over micro-batches.
 
-    Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. The ratio is
-    missing for a parameter that was all zero. The change includes learning rate, momentum and weight decay. Both
-    numbers of a sharded parameter are those of the whole parameter, merged over the ranks at the flush.
+    The output of the whole model is `root`. Tensors in a tuple, list or dict are `<module>.output_<index or key>`,
+    inputs `<module>.input` or `<module>.input_<index or name>`, gradients of outputs (without the loss scale of a
+    gradient scaler) `<module>.grad` or `<module>.grad_<index or key>`, and those of `log_tensor` `<module>.<name>`.
+
+    Each forward of the training is measured once, on the rank that logs; those without gradients and the recomputation
+    of activation checkpointing are ignored, and so are modules inside a compiled region, where a hook would break the
+    graph. A copied or saved model has no hooks.
 
     Args:
-        match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
-        max_mib: the memory in MiB that the copies may take on one rank.
+        match: choose modules by name (a regular expression, searched; several; or a function), or by class, such as
+            nn.Linear. None: all.
+        of: the tensors to measure: any of "input", "output" and "grad".
+        statistics: any of norm, rms, mean, std, min, max, abs_max, dead_ratio, zero_ratio and num_nonfinite (computed
+            over finite elements, as for gradients); and "histogram", at steps where gradients have a histogram too
+            (`histogram_every` of `watch()`).
+        dead_threshold: an element with |a| <= this counts as dead.
+        evaluation: measure the forwards of evaluations (the model in eval mode) instead. Those between two samples are
+            merged and logged with the later sample as `activation/<module>.eval/<statistic>`.
 
-    Memory: at sampled steps one copy of the matching parameters (of this rank's shards) while the optimizer steps, and
-    one parameter's change at a time, in float32 if the parameter is half precision.
+    Cost: at a sampled step (with `evaluation` at every forward of an evaluation) one batched pass over each matching
+        tensor, and 13 numbers per tensor until the sample is complete, 259 more with a histogram. At other steps 1 us
+        per matching module, with `evaluation` 2 us.
 
     Raises:
-        ValueError: by watch(): match matches nothing, or the matching parameters exceed max_mib.
+        ValueError: `statistics` or `of` has an unknown name, or "grad" with `evaluation`; watch() raises it if match
+            matches nothing.
     """
 
-    logs, unseen = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}), NO_OPTIMIZER
-
-    def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
-        super().__init__(match)
-        self._max_mib = max_mib
+    def __init__(
+        self,
+        match: ModuleFilter | None = None,
+        *,
+        of: Sequence[str] = ("output",),
+        statistics: Sequence[str] = DEFAULT_STATISTICS,
+        dead_threshold: float = 0.0,
+        evaluation: bool = False,
+    ) -> None:
+        self._rows = RowTally(statistics, dead_threshold)
+        super().__init__(match, self._rows, in_evaluation=evaluation)
+        check_names(f"{self!r}: of={of!r}", of, _OF)
+        if evaluation and "grad" in of:
+            raise ValueError(f'{self!r}: of={of!r} has "grad", but an evaluation has no backward')
+        self._of = frozenset(of)
+        check_names(f"{self!r}: statistics={statistics!r}", statistics, (*STATISTICS, HISTOGRAM))
+        self.logs = frozenset((keys.ACTIVATION, statistic) for statistic in statistics)
+        self.brings = (NonFiniteActivation,) if "num_nonfinite" in statistics else ()
+        self._has_histograms = HISTOGRAM in statistics
+        self._source: dict[str, str] = {}  # by tensor name: the name under which the hook keeps the tensor's order
 
     def bind(self, models: ModuleIndex) -> None:
-        super().bind(models)
-        parts = [local_part(one) for name, one in models.watched_parameters().items() if self._match.chooses(name)]
-        size = sum(part.numel() * part.element_size() for part in parts) / 2**20
-        if size > self._max_mib:
-            raise ValueError(
-                f"{self!r} would copy {size:.0f} MiB of parameters at each sampled step, more than "
-                f"max_mib={self._max_mib:g}; match fewer parameters, or raise max_mib"
-            )
+        modules = dict(models.modules())
+        # The ids of the models' parameters identify their optimizer, and so the gradient scaler.
+        self._parameters = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+        self.hook_into(models)
+        if not any(map(hands_over, modules.values())):
+            self._match.require("module", modules)
 
-    def wants(self, subject: str, tensor: WatchedTensor) -> bool:
-        return subject == keys.UPDATE and self._match.chooses(tensor.name)
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
+        self._histogram_is_due = histogram_is_due
 
-    def measure(self, subject: str, tensor: WatchedTensor, values: Tensor, before: Tensor | None = None) -> None:
-        assert before is not None
-        self._found[f"{keys.UPDATE}/{tensor.name}"] = ProbeSums(sum_sq([values, before]), _CHANGE, tensor.name)
+    def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name, hooked = (f"{name}.eval" if self._in_evaluation else name), name
+        seen: list[tuple[str, Tensor]] = []
+        if "input" in self._of:
+            seen += [*tensors_in(args[0] if len(args) == 1 else args, "input"), *tensors_in(kwargs, "input")]
+        if "output" in self._of:
+            seen += tensors_in(output)
+        self._add(hooked, {tensor_name(name, path): tensor for path, tensor in seen})
+        if "grad" in self._of:
+            for path, tensor in leaves_in(output, "grad"):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._backward_reached, name, path))  # type: ignore[no-untyped-call]
+
+    def _backward_reached(self, name: str, path: str, gradient: Tensor) -> None:
+        """Measure the gradient of an output, which the backward continues with unchanged."""
+        if self._hooks.is_open:
+            self._hooks.boundary.run(self._add_gradient, name, path, gradient)
+
+    def _add_gradient(self, name: str, path: str, gradient: Tensor) -> None:
+        scale = scale_tensor(SCALERS.scaler_for(self._parameters))
+        for _, tensor in tensors_in(gradient):
+            unscaled = tensor if scale is None else widened(tensor) / onto(scale, tensor.device)
+            self._add(name, {tensor_name(name, path): unscaled})
+
+    def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
+        if is_measurable(thing) and (self._match.chooses(module) or self._match.chooses(f"{module}.{name}")):
+            within = f"{module}.eval" if self._in_evaluation else module
+            parts = {tensor_name(within, name, label): part for label, part in slices(thing.detach(), dims)}
+            self._add(f"{module}.{name}", parts)
+
+    def _add(self, source: str, tensors: Mapping[str, Tensor]) -> None:
+        self._seen_any = True
+        self._source |= dict.fromkeys(tensors, source)
+        # The sample of an evaluation is yet to come, and may have histograms.
+        histogram = self._has_histograms and (self._histogram_is_due or self._in_evaluation)
+        for device in dict.fromkeys(tensor.device for tensor in tensors.values()):
+            here = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
+            self._rows.measure(here, histogram=histogram)
+
+    def take(self) -> Mapping[str, Found]:
+        # In the order of the forward: re-entrant checkpointing measures its blocks in the order of the backward.
+        order = self._hooks.order
+        read = self._rows.read(lambda name: order[self._source[name]], histogram=self._histogram_is_due)
+        return {f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in read}
 
 
 class Reference(SubjectProbe, ForwardProbe):
@@ -113,7 +184,7 @@ class Reference(SubjectProbe, ForwardProbe):
     ) -> None:
         # [2] by family, name and function: the sum of the function's values and their number; for the function "" the
         # sums of squares of the difference and of the reference
-        self._sums = Store[tuple[str, str, str], Tensor](add_on_device)
+        self._sums = Store[tuple[str, str, str], Tensor]()
         super().__init__(match, self._sums)
         source = model if reference is None else reference
         for argument, module in (("model", model), ("reference", source)):
@@ -137,11 +208,11 @@ class Reference(SubjectProbe, ForwardProbe):
         self._activations = None if activations is None else Match(activations, "Reference()")
         self._functions = dict(functions or {})
         for name, function in self._functions.items():
-            if name in (DIFFERENCE, RELATIVE):
+            if name in (_DISTANCE.norm, _DISTANCE.ratio):
                 raise ValueError(f"Reference(): functions: {name!r} is the name of the distance itself; choose another")
             Metric(name, function)  # type: ignore[arg-type]  # raises if the name or the function is invalid
         families = (keys.PARAMETER,) if activations is None else (keys.PARAMETER, keys.ACTIVATION)
-        names = (DIFFERENCE, RELATIVE, *self._functions)
+        names = (_DISTANCE.norm, _DISTANCE.ratio, *self._functions)
         self.logs = frozenset((family, name) for family in families for name in names)
         self._prefix = ""
         self._reference_hooks = ForwardHooks(self, ModuleIndex(), when="always")
@@ -232,7 +303,7 @@ class Reference(SubjectProbe, ForwardProbe):
             if function:
                 taken[f"{family}/{name}/{function}"] = sums[0] / sums[1]
             else:
-                taken[f"{family}/{name}"] = ProbeSums(sums, _DIFFERENCE, name if family == keys.PARAMETER else None)
+                taken[f"{family}/{name}"] = ProbeSums(sums, _DISTANCE, name if family == keys.PARAMETER else None)
         return taken
 
     def close(self) -> None:
