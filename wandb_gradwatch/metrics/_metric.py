@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from .._capture.parameter_registry import Models as WatchedModels
-from .._capture.parameter_registry import NameFilter, with_prefixes
+from .._capture.parameter_registry import Models, NameFilter, with_prefixes
 from .._capture.probes import Probe, WatchedTensor
 from .._interruptions import raise_interruption
 from .._measure.elements import wide_dtype
@@ -157,9 +156,7 @@ class Tally:
 MetricLike = Metric | ModuleProbe
 
 
-def probes_of(
-    metrics: Sequence[MetricLike], models: WatchedModels, watched: Collection[str] | None = None
-) -> list[Probe]:
+def probes_of(metrics: Sequence[MetricLike], models: Models, watched: Collection[str] | None = None) -> list[Probe]:
     """Return the probes that measure these metrics, bound to the models; `watched` names the parameters, None: all.
 
     Raises:

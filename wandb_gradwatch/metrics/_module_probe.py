@@ -271,7 +271,7 @@ class ForwardProbe(ModuleProbe):
         self._depth = 0  # nesting of forwards of whole models: a model may call itself
         self._handled: BaseException | None = None  # the exception being handled when the outermost forward began
         self._marked: dict[Store[Any, Any], dict[Any, Any]] = {}  # the pending values when the outermost forward began
-        self._due = False
+        self._due = self._histogram_is_due = False
         self._seen_any = False  # since the last update
 
     @property
@@ -311,7 +311,7 @@ class ForwardProbe(ModuleProbe):
                 store.pending = self._marked.get(store, {})
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._due, self._depth, self._marked = next_step_is_due, 0, {}
+        self._due, self._histogram_is_due, self._depth, self._marked = next_step_is_due, histogram_is_due, 0, {}
         if not (next_step_is_due or self._in_evaluation):
             self._hooks.shut()
             for store in self._stores:

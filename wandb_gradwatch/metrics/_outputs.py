@@ -82,7 +82,7 @@ class Activations(ForwardProbe):
         self.logs = frozenset((keys.ACTIVATION, statistic) for statistic in statistics)
         self.brings = (NonFiniteActivation,) if "num_nonfinite" in statistics else ()
         self._has_histograms = HISTOGRAM in statistics
-        self._source: dict[str, str] = {}  # by tensor name: the name under which the hook keeps the tensor's order
+        self._order: dict[str, int] = {}  # by tensor name: the place in the forward of what the tensor comes from
 
     def bind(self, models: ModuleIndex) -> None:
         modules = dict(models.modules())
@@ -91,10 +91,6 @@ class Activations(ForwardProbe):
         self.hook_into(models)
         if not any(map(hands_over, modules.values())):
             self._match.require("module", modules)
-
-    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        super().start(next_step_is_due, histogram_is_due)
-        self._histogram_is_due = histogram_is_due
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, hooked = (f"{name}.eval" if self._in_evaluation else name), name
@@ -128,7 +124,7 @@ class Activations(ForwardProbe):
 
     def _add(self, source: str, tensors: Mapping[str, Tensor]) -> None:
         self._seen_any = True
-        self._source |= dict.fromkeys(tensors, source)
+        self._order |= dict.fromkeys(tensors, self._hooks.order[source])
         # The sample of an evaluation is yet to come, and may have histograms.
         histogram = self._has_histograms and (self._histogram_is_due or self._in_evaluation)
         for device in dict.fromkeys(tensor.device for tensor in tensors.values()):
@@ -137,8 +133,7 @@ class Activations(ForwardProbe):
 
     def take(self) -> Mapping[str, Found]:
         # In the order of the forward: re-entrant checkpointing measures its blocks in the order of the backward.
-        order = self._hooks.order
-        read = self._rows.read(lambda name: order[self._source[name]], histogram=self._histogram_is_due)
+        read = self._rows.read(self._order.__getitem__, histogram=self._histogram_is_due)
         return {f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in read}
 
 
