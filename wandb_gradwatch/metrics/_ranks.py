@@ -128,10 +128,7 @@ class Ranks(OwnGradientProbe):
         return {keys.RANKS: ProbeSums(all_RF.flatten(), ReadByProbe(all_RF.numel()))}
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
-        one = sums.get(keys.RANKS)
-        if one is None:
-            return {}
-        all_RF = np.array(one.sums).reshape(-1, len(_FIELDS))
+        all_RF = np.reshape(sums[keys.RANKS].sums if keys.RANKS in sums else (), (-1, len(_FIELDS)))
         there = {place: dict(zip(_FIELDS, of, strict=True)) for place, of in enumerate(all_RF.tolist()) if of[0] == 1}
         if len(there) < 2:  # the windows of the other ranks have not been merged
             return {}
@@ -157,8 +154,8 @@ def _compared(name: str, of_ranks: Mapping[int, float]) -> dict[str, float]:
     if len(finite) < 2:
         return {}
     found = {f"{keys.RANKS}/median/{name}": statistics.median_low(finite.values())}
-    by_value = sorted(finite, key=finite.__getitem__)
-    for what, place in (("lowest", by_value[0]), ("highest", by_value[-1])):
+    lowest, *_, highest = sorted(finite, key=finite.__getitem__)
+    for what, place in (("lowest", lowest), ("highest", highest)):
         found |= {f"{keys.RANKS}/{what}/{name}": finite[place], f"{keys.RANKS}/{what}/{name}_rank": float(place)}
     if len(of_ranks) <= _MAX_RANK_KEYS:
         found |= {f"{keys.RANKS}/rank_{place}/{name}": value for place, value in finite.items()}
