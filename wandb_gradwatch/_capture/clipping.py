@@ -17,18 +17,13 @@ from .._runtime.steps import Listeners
 
 # Since torch 2.6 the second half of clip_grad_norm_ is a function of its own, which clip_grad_norm_ looks up in
 # clip_grad even if it was imported by name before. Functions in both modules are wrapped in both.
-_BY_NORM: Final = ("_clip_grads_with_norm_", "clip_grads_with_norm_")
-_FUNCTIONS: Final = (*_BY_NORM, "clip_grad_value_") if hasattr(clip_grad, _BY_NORM[0]) else (
-    "clip_grad_norm_",
-    "clip_grad_value_",
-)  # fmt: skip
+_SECOND_HALF: Final = ("_clip_grads_with_norm_", "clip_grads_with_norm_")
+_BY_NORM: Final = _SECOND_HALF if hasattr(clip_grad, _SECOND_HALF[0]) else ("clip_grad_norm_",)
 
 
 class ClipFunctions(Listeners):
-    """Wraps torch's clipping functions and calls the listeners."""
-
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-        return [(module, name, self._clip) for module in (clip_grad, utils) for name in _FUNCTIONS]
+        return [(module, name, self._clip) for module in (clip_grad, utils) for name in (*_BY_NORM, "clip_grad_value_")]
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

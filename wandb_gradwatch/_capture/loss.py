@@ -14,10 +14,11 @@ class SampleLoss:
     """The loss of the open sample: the mean of the added values; without any, the sum of the backwards' roots.
 
     An added value is pending until a backward ends or an optimizer steps, because the previous sample may still be
-    open. Only the sum of the values is kept, and how many of them are whole losses.
+    open.
     """
 
     def __init__(self) -> None:
+        # The sum of the added values, and how many of them are whole losses.
         self._pending: tuple[Number, int] | None = None
         self._sample: tuple[Number, int] | None = None
         self._seen: Number | None = None  # sum of the tensors that the sample's backwards were called on
@@ -31,19 +32,18 @@ class SampleLoss:
         if scale is not None:
             if not isinstance(one, Tensor) and scale.device.type != "cpu":
                 return
-            one = _divided(one, scale)
-        self._seen = one if self._seen is None else _sum(self._seen, one)
+            # As tensors, because Python's own division raises at 0.
+            one = one / onto(scale, one.device) if isinstance(one, Tensor) else _value_of(one / scale.double())
+        self._seen = _sum(self._seen, one)
 
     def add(self, value: Tensor, *, is_share: bool) -> None:
         """Add a value of one element. Shares (`is_share`) add up to the loss of the step."""
-        self._pending = _together(self._pending, (_value_of(value), 0 if is_share else 1))
+        self._pending = _together(self._pending, (_value_of(value), int(not is_share)))
 
     def rescale(self, factor: Tensor) -> None:
         """Multiply what the backwards have shown: their tensors were divided by the wrong scale."""
-        if isinstance(self._seen, Tensor):
-            self._seen = self._seen * onto(factor, self._seen.device)
-        elif self._seen is not None:
-            self._seen *= _value_of(factor)
+        if (seen := self._seen) is not None:
+            self._seen = seen * (onto(factor, seen.device) if isinstance(seen, Tensor) else _value_of(factor))
 
     def settle(self) -> None:
         """Move the pending values to the open sample."""
@@ -51,15 +51,12 @@ class SampleLoss:
             self._sample, self._pending = _together(self._sample, self._pending), None
 
     def take(self) -> dict[str, Number]:
-        """Return the loss of the sample by key, {} if there is none, and forget it."""
-        found, seen = self._sample, self._seen
-        self.forget()
-        loss = seen if found is None else found[0] / max(found[1], 1)
-        return {} if loss is None else {keys.LOSS: loss}
-
-    def forget(self) -> None:
-        """Forget the loss of the closed sample. Pending values belong to the next one."""
+        """Return the loss of the closed sample by key, {} if there is none, and forget it, but not pending values."""
+        found, loss = self._sample, self._seen
         self._sample = self._seen = None
+        if found is not None:
+            loss = found[0] / max(found[1], 1)
+        return {} if loss is None else {keys.LOSS: loss}
 
 
 def _value_of(tensor: Tensor) -> Number:
@@ -73,12 +70,9 @@ def _value_of(tensor: Tensor) -> Number:
     return float((one.double() if one.dtype.itemsize < 4 else one).numpy().item())  # numpy has no bfloat16
 
 
-def _divided(one: Number, scale: Tensor) -> Number:
-    """Divide as tensors do: Python's own division raises at 0."""
-    return one / onto(scale, one.device) if isinstance(one, Tensor) else _value_of(one / scale.double())
-
-
-def _sum(one: Number, other: Number) -> Number:
+def _sum(one: Number | None, other: Number) -> Number:
+    if one is None:
+        return other
     return one + (onto(other, one.device) if isinstance(one, Tensor) and isinstance(other, Tensor) else other)
 
 

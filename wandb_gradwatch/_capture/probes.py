@@ -99,29 +99,25 @@ class Probes:
     """All probes of a watcher. A probe that raises is dropped and its traceback logged; everything else goes on."""
 
     def __init__(self, probes: Iterable[Probe]) -> None:
-        self.active = list(probes)  # those that have not been dropped
-        kinds = [type(probe).__name__ for probe in self.active]
-        self._names = {
-            id(probe): f"{kind}.{kinds[:place].count(kind)}"
-            for place, (probe, kind) in enumerate(zip(self.active, kinds, strict=True))
-        }
+        self._all = tuple(probes)  # those that were dropped, too
+        self.active = list(self._all)
+        kinds = [type(probe).__name__ for probe in self._all]
+        self._names = {id(probe): f"{kinds[at]}.{kinds[:at].count(kinds[at])}" for at, probe in enumerate(self._all)}
         self._has_said_twice = False  # that two probes measure the same key
-        self._seconds_of_dropped = 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)  # repr(probe) -> seconds in its methods
-        # Includes probes dropped later: if one rank drops a probe, all ranks must still merge.
-        self.need_ranks = any(probe.needs_ranks for probe in self.active)
-        self.look_inside = [probe for probe in self.active if probe.needs_ranks]  # get every `gradient_arrived`
+        self.look_inside = [probe for probe in self._all if probe.needs_ranks]  # get every `gradient_arrived`
+        self.need_ranks = bool(self.look_inside)  # does not change: if one rank drops a probe, all must still merge
 
     @property
     def seconds_spent(self) -> float:
         """Seconds that the probes have taken on the host in hooks of their own, as far as they report them."""
-        return self._seconds_of_dropped + sum([probe.seconds_spent for probe in self.active])
+        return sum([probe.seconds_spent for probe in self._all])
 
     @property
     def seconds_of_each(self) -> dict[str, float]:
         """Seconds that each probe has taken on the host, by its repr: in its methods and in hooks of its own."""
         found = self._seconds.copy()
-        for probe in self.active:
+        for probe in self._all:
             found[repr(probe)] += probe.seconds_spent
         return dict(found)
 
@@ -133,9 +129,7 @@ class Probes:
     def take(self, loss: float | Tensor | None = None) -> dict[str, Found]:
         """Tell the probes the sample's loss if it is known, and return the values that they have measured."""
         found: dict[str, Found] = {}
-        if not self.active:
-            return found
-        if loss is not None:
+        if self.active and loss is not None:
             one = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
             self._each(lambda probe: probe.loss_known(one))
         self._each(lambda probe: self._add(probe, found))
@@ -170,8 +164,8 @@ class Probes:
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. The state of a probe that no longer exists is ignored."""
         for probe in self.active:
-            if self._names[id(probe)] in states:
-                probe.load_state_dict(states[self._names[id(probe)]])
+            if (name := self._names[id(probe)]) in states:
+                probe.load_state_dict(states[name])
 
     def close(self) -> None:
         """Remove every hook of the probes. Idempotent."""
@@ -192,8 +186,6 @@ class Probes:
     def _drop(self, probe: Probe, error: Exception) -> None:
         self.active.remove(probe)
         self.look_inside = [one for one in self.look_inside if one is not probe]
-        self._seconds_of_dropped += probe.seconds_spent
-        self._seconds[repr(probe)] += probe.seconds_spent
         logger.error(
             "wandb_gradwatch: %r failed and is dropped; training, gradient logging and the other metrics go on.",
             probe,

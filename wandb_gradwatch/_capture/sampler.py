@@ -375,7 +375,7 @@ class Sampler(Listener):
             now, spent = time.perf_counter(), self._settled[0]
             self._schedule.add_sample(closed.step, skipped=closed.skipped, now=now, seconds_spent=spent)
         else:
-            self.parts.loss.forget()
+            self.parts.loss.take()
             if self._guard is not None:
                 self.parts.window.discard()
                 self._schedule.seconds_left_out += self.boundary.seconds_spent - self._seconds_at_commit  # on guarding
