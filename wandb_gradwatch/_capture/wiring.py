@@ -4,6 +4,8 @@ The faults: parameters that no optimizer holds, an optimizer that holds other te
 """
 
 import gc
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -67,8 +69,6 @@ class _Carried:
 
 
 class Wiring:
-    """Checks the first steps of every optimizer."""
-
     def __init__(
         self,
         parameter_registry: ParameterRegistry,
@@ -80,13 +80,12 @@ class Wiring:
         self._optimizer_registry = optimizer_registry
         self._clock = clock
         self._notices = notices
-        self._carried: dict[int, _Carried] = {}  # by the optimizer's key
+        self._carried: defaultdict[int, _Carried] = defaultdict(_Carried)  # by the optimizer's key
         self._first_states: _States | None = None  # of all parameters after the very first step
         self._unowned: _States = {}  # of those with a gradient but no optimizer, until they are reported
         self._samples_to_wait = 0  # until the slots in `_unowned` are reported
         self._known_unowned: frozenset[int] = frozenset()
-        self._marked_before: frozenset[int] = frozenset()
-        self._has_changed = False  # whether other parameters have gradients than at the last scan
+        self._marked_at_scan: frozenset[int] = frozenset()
         self._samples_since_scan = _SCAN_EVERY
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
@@ -103,7 +102,7 @@ class Wiring:
         """An optimizer has stepped: remember its gradients, which should be reset before a backward adds to them."""
         if self._first_states is None:
             self._first_states = self._states()
-        carried = self._carried.get(key) or self._carried.setdefault(key, _Carried())
+        carried = self._carried[key]
         carried.num_steps += 1
         if carried.num_steps == 1:
             self._look_at_settings(optimizer)
@@ -168,7 +167,7 @@ class Wiring:
     def about_to_step(self, key: int) -> None:
         """Record the fact that an optimizer is about to use gradients that were not reset since its last step."""
         carried = self._carried.get(key)
-        if carried is not None and carried.seen.states and carried.nonzero is not None:
+        if carried is not None and carried.nonzero is not None:
             # Gradients that were assigned after the backward, as GradNorm's are, contain nothing of the step before.
             writes = carried.seen.writes(self._parameter_registry.scan())
             if any(number != REPLACED for number in writes.values()):
@@ -176,11 +175,10 @@ class Wiring:
 
     def sample_closed(self, marked: frozenset[int]) -> None:
         """Look for parameters that got a gradient in the closed sample but that no optimizer holds or updates."""
-        self._has_changed |= marked != self._marked_before
-        self._marked_before, self._samples_since_scan = marked, self._samples_since_scan + 1
-        if self._has_changed and self._samples_since_scan >= _SCAN_EVERY:  # some may be frozen, unfrozen or replaced
-            self._has_changed, self._samples_since_scan = False, 0
-            self._parameter_registry.scan()
+        self._samples_since_scan += 1
+        if marked != self._marked_at_scan and self._samples_since_scan >= _SCAN_EVERY:
+            self._marked_at_scan, self._samples_since_scan = marked, 0
+            self._parameter_registry.scan()  # some may be frozen, unfrozen or replaced
         unowned = marked - self._clock.owner.keys()
         first, self._first_states = self._first_states, {}
         if unowned and unowned != self._known_unowned:  # checked again only when the set of such parameters changes
@@ -205,7 +203,6 @@ class Wiring:
             self._unowned = {}
 
     def _states(self) -> _States:
-        """Return the state of each parameter by slot."""
         entries = [entry for entry in self._parameter_registry.scan() if not is_lazy(entry[1])]
         return {slot: (version_of(p), elements_of(local_part(p))[0][:_NUM_VALUES].clone()) for slot, p in entries}
 
@@ -271,18 +268,15 @@ class Wiring:
 def _held_by_any_optimizer() -> set[int]:
     """Return the ids of the parameters of all optimizers in this process, including those that have not stepped."""
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
-    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
-    return {id(parameter) for group in groups for parameter in group["params"]}
+    return {id(parameter) for one in optimizers if hasattr(one, "param_groups") for parameter in parameters_of(one)}
 
 
 def _slots_that_are_broken(entries: Iterable[Entry]) -> list[int]:
     """Return the slots of the parameters that hold NaN or Inf. Waits for the device."""
-    of_device: dict[torch.device, list[Entry]] = {}
-    for slot, parameter in entries:
-        if not (is_lazy(parameter) or parameter.is_meta):  # they hold no values yet
-            of_device.setdefault(parameter.device, []).append((slot, parameter))
+    filled = [(slot, p) for slot, p in entries if not (is_lazy(p) or p.is_meta)]  # the others hold no values yet
     broken: list[int] = []
-    for here in of_device.values():
-        counts = measure_received([parameter for _, parameter in here])[:, 1:].sum(dim=1).tolist()
-        broken += [slot for (slot, _), count in zip(here, counts, strict=True) if count]
+    for device in {p.device for _, p in filled}:
+        slots, parameters = zip(*[entry for entry in filled if entry[1].device == device], strict=True)
+        counts = measure_received(parameters)[:, 1:].sum(dim=1).tolist()
+        broken += itertools.compress(slots, counts)
     return sorted(broken)
