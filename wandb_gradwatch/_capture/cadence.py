@@ -93,7 +93,9 @@ LONGEST: Final = 1000  # most steps between samples if half as many steps earn t
 
 
 class Budget:
-    """A token bucket: each second of training earns `max_overhead` seconds of monitoring. Pure: time is an argument.
+    """A token bucket: each second of training earns `max_overhead` seconds of monitoring, such as 0.01.
+
+    Pure: time is an argument.
 
     A sample is taken when its cost is earned. In debt it is taken when twice its cost is earned, and the other half
     pays off debt: no debt, such as that of the first steps or of a write to a slow disk, delays a sample any longer.
@@ -101,9 +103,6 @@ class Budget:
 
     The expected cost of a sample is the median of the last three: a single slow sample is paid for, but not expected
     again. As it may be the first of many, the next sample waits until that cost is earned, but at most 1,000 steps.
-
-    Args:
-        max_overhead: the monitor's seconds per second of training, such as 0.01.
 
     Raises:
         ValueError: max_overhead is not between 0 and 1.
@@ -121,8 +120,7 @@ class Budget:
         if isinstance(max_overhead, bool) or not isinstance(max_overhead, int | float) or not 0 < max_overhead < 1:
             raise ValueError(f"max_overhead={max_overhead!r} must be above 0 and below 1, for instance 0.01")
         self._limit = max_overhead
-        self._began: tuple[int, float, float] | None = None  # step, time, seconds spent
-        self._last = (0, 0.0, 0.0)
+        self._began = self._last = (0, 0.0, 0.0)  # step, time, seconds spent
         self._forfeited = 0.0  # credit beyond the cost of two bursts, which is dropped
         self._num_samples = 0
         self._burst_left = 0
@@ -135,7 +133,7 @@ class Budget:
         self._costs_of_rows: deque[float] = deque(maxlen=3)
 
     def start(self, step: int, now: float, spent: float) -> None:
-        """Start the account: the training begins after this step, when the monitor has already spent this long."""
+        """Start the account: the training begins after this step. Arguments are as in `after_sample`."""
         self._began = self._last = (step, now, spent)
 
     def look_closely(self) -> bool:
@@ -154,16 +152,14 @@ class Budget:
         return max(math.ceil(seconds / (self._FOR_CHECKS * earned_per_step)), 1)
 
     def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_counting: float) -> Plan:
-        """Account for a sample, and return the plan for the next one.
+        """Account for a sample of this step, and return the plan for the next one.
 
         Args:
-            step: the step of the sample.
             now: time in seconds, from an arbitrary zero.
             spent: seconds that the monitor has taken since the beginning, on the host or on the device.
             on_rows: seconds of `spent` since the last sample that went into writing a row; 0 if none was written.
             on_counting: seconds of `spent` since the last sample that went into counting the steps in between.
         """
-        assert self._began is not None
         last, self._last = self._last, (step, now, spent)
         self._num_samples += 1
         latest = max(spent - last[2], 0.0)
@@ -185,9 +181,8 @@ class Budget:
         earned = self._limit * max(now - self._began[1] - spent, 0.0)
         credit = earned - spent - self._forfeited
         saved = min(self.BURST * cost, self._SAVED * earned)
-        if credit > 2 * self.BURST * cost:
-            self._forfeited += credit - 2 * self.BURST * cost
-            credit = 2 * self.BURST * cost
+        excess = max(credit - 2 * self.BURST * cost, 0.0)
+        self._forfeited, credit = self._forfeited + excess, credit - excess
         every = self._steps_until_earned(cost, credit, saved, earned_per_step)
         if latest > cost:
             every = max(every, min(self._steps_until_earned(latest, credit, saved, earned_per_step), LONGEST))

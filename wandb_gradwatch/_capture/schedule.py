@@ -24,12 +24,8 @@ _KEPT: Final = 4  # number of plans kept in the store
 
 
 class Schedule:
-    """Decides what is due at a step once, when the step opens."""
-
     def __init__(self, clock: SampleClock, cadence: Cadence, budget: Budget) -> None:
-        self._clock = clock
-        self._cadence = cadence
-        self._budget = budget
+        self._clock, self._cadence, self._budget = clock, cadence, budget
         self.is_open_ended = cadence.sample_every is None  # the budget decides which steps are sampled
         self.is_sampled = False  # whether the open step is sampled
         self.has_histogram = False  # whether the sample of the open step has a histogram
@@ -105,9 +101,7 @@ class Schedule:
     def add_sample(self, step: int, *, skipped: bool, now: float, seconds_spent: float) -> None:
         """Record that a sample of this step was committed, and plan the next one.
 
-        Args:
-            skipped: whether a loss scaler has skipped the update.
-            now, seconds_spent: as in `Budget.after_sample`, where `seconds_spent` is `spent`.
+        `skipped`: a loss scaler has skipped the update. `now` and `seconds_spent` are those of `Budget.after_sample`.
         """
         self._samples_in_window += 1
         self._num_samples += not skipped
@@ -137,7 +131,7 @@ class Schedule:
         self.open()
 
     def take_back(self, num_steps: int) -> None:
-        """Undo this many steps, which turned out not to be updates."""
+        """Undo steps that turned out not to be updates."""
         self._next_sample -= num_steps
         self.last_sample -= num_steps
         self.begin_window()
@@ -159,8 +153,7 @@ class Schedule:
         check.every, check.is_covered = self._budget.checks_every(check.seconds), self._budget.is_covered or is_rare
 
     def sample_now(self) -> None:
-        """Sample the step that is opened next, and those after it as far as the budget allows: a spot check has found
-        something."""
+        """Sample the step that is opened next, and as many after it as the budget allows: a spot check has found it."""
         self._next_sample = self._last_found = self._clock.open_step
         self._budget.look_closely()
 
@@ -169,7 +162,7 @@ class Schedule:
         self.trusts_versions, self._compared_one_in = False, 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the facts learned about the loop, as plain numbers."""
+        """The step and the facts learned about the loop, as plain numbers."""
         return {
             "step": self._clock.step,
             "trust_versions": self.trusts_versions,
@@ -178,7 +171,6 @@ class Schedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
         self._clock.step = int(state["step"])
         self.trusts_versions = bool(state["trust_versions"])
         self._num_samples = int(state["num_samples"])
@@ -191,28 +183,21 @@ class Schedule:
 
 
 class RankPlans:
-    """One cadence for all ranks: rank 0 publishes the plan of its budget, and all ranks use it from the next flush on.
+    """One cadence for all ranks, which flush at the same steps: that of rank 0, which `leads`.
 
-    All ranks flush at the same step. The plan that rank 0 publishes at one flush takes effect at the following one: by
-    then it has been in the store for a whole window, so that reading it does not wait.
-
-    Args:
-        store: shared by the ranks, for these keys only: the numbers of the flushes.
-        leads: whether this is rank 0.
+    The plan that rank 0 publishes at one flush takes effect at the following one: by then it has been in the store for
+    a whole window, so that reading it does not wait. The keys in the store are the numbers of the flushes.
     """
 
     def __init__(self, store: Store, *, leads: bool) -> None:
-        self._store = store
-        self._leads = leads
+        self._store, self._leads = store, leads
         self._num_flushes = 0
-        self._published: Plan | None = None
 
     def exchange(self, own: Plan, *, must_agree: bool) -> Plan | None:
-        """Publish this rank's plan if it leads. Returns the plan that takes effect now; None to keep the current one.
+        """Publish this rank's own plan if it leads. Returns the plan that takes effect now; None: the current one.
 
-        Args:
-            own: the plan of this rank's budget.
-            must_agree: wait for the plan of rank 0 (ranks with shards must sample the same steps), or else use `own`.
+        If the plan of rank 0 is missing, wait for it if ranks `must_agree` (those with shards must sample the same
+        steps); otherwise `own` takes effect.
 
         Raises:
             RuntimeError: ranks must agree, but rank 0 has published no plan within a minute.
@@ -222,11 +207,9 @@ class RankPlans:
             self._store.set(str(number), f"{own.every} {own.samples_per_row}")
             if number >= _KEPT:
                 self._store.delete_key(str(number - _KEPT))
-            before, self._published = self._published, own
-            return before
-        key = str(number - 1)
-        if number == 0:
+        if not number:
             return None
+        key = str(number - 1)
         if must_agree:
             self._store.wait([key], _WAIT)
         elif not self._store.check([key]):
