@@ -24,9 +24,7 @@ class UpdatesByHand:
     def __init__(
         self, registry: ParameterRegistry, seen: GradientVersions, notices: Notices, *, excluded: bool
     ) -> None:
-        self._registry = registry
-        self._seen = seen
-        self._notices = notices
+        self._registry, self._seen, self._notices = registry, seen, notices
         self.possible = not excluded  # no optimizer has stepped so far
         self.proven = False
         self.inside_backward = False  # other hooks make the updates, inside the backward
@@ -41,11 +39,7 @@ class UpdatesByHand:
         return bool(self._num_provisional) and not self.proven
 
     def exclude(self) -> int:
-        """Stop inferring updates: an optimizer steps, or the user calls mark_step().
-
-        Returns:
-            The number of provisional samples to take back.
-        """
+        """Stop inferring updates. Returns the number of provisional samples to take back."""
         taken_back = self._num_provisional if self.withholds else 0
         self._num_provisional, self.possible, self.proven = 0, False, False
         return taken_back
@@ -70,14 +64,12 @@ class UpdatesByHand:
     def ended_in_hooks(self, reached: Collection[int], step: int) -> bool:
         """Whether other hooks have made the update inside the backward that has just ended.
 
-        If so, at most one of the gradients that the backward has reached is left. A loop that is known to reset its
-        gradients between backwards is not looked at again.
+        If so, at most one of the gradients that the backward has reached is left.
         """
-        if self.proven and not self.inside_backward:
+        if self.proven and not self.inside_backward:  # known to reset its gradients between backwards
             return False
-        gradients = [parameter.grad for slot, parameter in self._registry.scan() if slot in reached]
-        num_left = sum(gradient is not None for gradient in gradients)
-        if not num_left <= 1 < len(gradients):
+        are_left = [parameter.grad is not None for slot, parameter in self._registry.scan() if slot in reached]
+        if not sum(are_left) <= 1 < len(are_left):
             return False
         if not self.inside_backward:
             self.inside_backward = True
@@ -92,26 +84,24 @@ class UpdatesByHand:
         return True
 
     def count(self) -> None:
-        """Count an inferred update. Enough of them prove that there is no optimizer."""
-        if not self.proven:
-            self._num_provisional += 1
-            if self._num_provisional >= _RESETS_THAT_PROVE:
-                self.settle()
+        """Count an inferred update."""
+        self._num_provisional += not self.proven
+        if self._num_provisional >= _RESETS_THAT_PROVE:
+            self.settle()
 
     def settle(self) -> None:
         """Accept the inferred updates as final."""
-        if self.possible and not self.proven:
-            self.proven = True
-            if not self.inside_backward:
-                self._notices.say(
-                    "no optimizer",
-                    "no optimizer step was seen that updates a watched parameter, so every backward after which the "
-                    "gradients were reset counts as a step; pass optimizer= if there is one, or call "
-                    "watcher.mark_step() after each update",
-                )
+        if self.possible and not (self.proven or self.inside_backward):
+            self._notices.say(
+                "no optimizer",
+                "no optimizer step was seen that updates a watched parameter, so every backward after which the "
+                "gradients were reset counts as a step; pass optimizer= if there is one, or call watcher.mark_step() "
+                "after each update",
+            )
+        self.proven |= self.possible
 
     def remember_parameters(self) -> None:
-        """Record the parameters' versions, as long as they matter: a backward has ended."""
+        """Record the parameters' versions, as long as they matter, after a backward."""
         if not self.proven:
             self._versions = self._registry.versions()
 
