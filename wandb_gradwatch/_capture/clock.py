@@ -31,8 +31,6 @@ class Closed:
 
 @dataclass
 class SampleClock:
-    """Turns marked slots, backwards and optimizer steps into samples."""
-
     step: int = 0  # the number of the last closed sample
     owned: dict[int, frozenset[int]] = field(default_factory=dict)  # optimizer -> its slots
     owner: dict[int, int] = field(default_factory=dict)  # slot -> optimizer
@@ -86,21 +84,21 @@ class SampleClock:
         self.previous -= {optimizer}
 
     def backward_begins(self) -> Closed | None:
-        """A backward begins: close the open sample if an optimizer has stepped in it."""
-        return self.update() if self.stepped and not self._inside_backward else None
+        """Close the open sample if an optimizer has stepped in it, and not inside a backward that still runs."""
+        return None if self._inside_backward else self.close()
 
     def backward_ended(self) -> Closed | None:
-        """A backward has ended: close the open sample if an optimizer has stepped inside the backward."""
+        """Close the open sample if an optimizer has stepped inside the backward."""
         self.backwards += 1
         return self.update() if self._inside_backward else None
 
     def step_begins(self, optimizer: int) -> Closed | None:
-        """An optimizer is about to step: close the open sample if it has already stepped in it."""
+        """Close the open sample if this optimizer has already stepped in it."""
         return self.update() if optimizer in self.stepped and not self._inside_backward else None
 
     def is_late(self, optimizer: int) -> bool:
         """Whether this optimizer, which had no part in the last closed sample, steps without a backward since then."""
-        is_fresh = not self.stepped and not self.marked and not self.backwards
+        is_fresh = not (self.stepped or self.marked or self.backwards)
         return is_fresh and self.num_closed > 0 and optimizer not in self.previous
 
     def join(self, optimizer: int) -> None:
@@ -108,7 +106,7 @@ class SampleClock:
         self.previous |= {optimizer}
 
     def step_ended(self, optimizer: int, *, skipped: bool = False, inside_backward: bool = False) -> Closed | None:
-        """An optimizer has stepped, or loss scaling has skipped its step: close the sample if it is complete."""
+        """Close the open sample if it is complete with this step, made or skipped by loss scaling."""
         self.stepped.add(optimizer)
         self.ever_stepped.add(optimizer)
         self._skipped |= skipped

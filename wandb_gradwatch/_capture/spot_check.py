@@ -52,9 +52,8 @@ class SpotCheck:
         norm = 0.0 if gradient is None else _norm(gradient)
         is_finite, usual = math.isfinite(norm), self._usual
         is_usual = is_finite and (self._num_checks < _LEARNS or _FALLS * usual <= norm <= _RISES * usual)
-        finds = not (is_usual or self._has_told_nonfinite) and (
-            not is_finite or (self.is_covered and not self._has_told)
-        )
+        is_new = not self._has_told_nonfinite and (not is_finite or (self.is_covered and not self._has_told))
+        finds = is_new and not is_usual
         self._has_told = not is_usual and (self._has_told or finds)
         self._has_told_nonfinite = not is_usual and (self._has_told_nonfinite or not is_finite)
         if is_finite and (is_usual or self._has_told):  # otherwise the norm stays unusual until a sample is covered
@@ -75,11 +74,8 @@ def spot_check_of(optimizer: Optimizer, entries: Sequence[Entry]) -> SpotCheck |
             rms[id(parameter)] = _norm(gradient) / math.sqrt(gradient.numel())
     largest = max(rms.values(), default=0.0)
     chosen = next((key for key, value in rms.items() if value > _ROUNDING * largest), None)
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) == chosen:
-                return SpotCheck(number, place)
-    return None
+    groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    return next((SpotCheck(at, ids.index(chosen)) for at, ids in enumerate(groups) if chosen in ids), None)
 
 
 def _is_readable(gradient: Tensor) -> bool:
