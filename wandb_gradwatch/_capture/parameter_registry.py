@@ -7,13 +7,13 @@ replaced and unfrozen parameters.
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from .._runtime.autograd import Entry
-from .._runtime.wrappers import named_modules, unwrapped
+from .._runtime.wrappers import named_modules, named_tensors, unwrapped
 from .gradient_versions import version_of
 
 NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence["str | re.Pattern[str]"]
@@ -25,10 +25,8 @@ class ParameterRegistry:
 
     The slot of a name never changes: a replacement of a parameter inherits its slot, a new name gets the next one.
 
-    Args:
-        models: one model, or several with distinct prefixes ("model0.", "model1.", or the mapping's keys).
-        include: watch only names that match: a regular expression (searched), several of them, or a function.
-        exclude: do not watch names that match; same types as `include`.
+    Several models get distinct prefixes: "model0.", "model1.", or the mapping's keys. Regular expressions in `include`
+    and `exclude` are searched in the names.
 
     Raises:
         TypeError: models is not a module, nor a sequence or mapping of modules.
@@ -39,7 +37,6 @@ class ParameterRegistry:
         self._models = [(prefix, weakref.ref(unwrapped(model))) for prefix, model in with_prefixes(models)]
         self._include = name_predicate(include, "include")
         self._exclude = name_predicate(exclude, "exclude")
-        self._scanned = False
         self.prefix = ""  # of every name; include and exclude match names without it
         self._watched: dict[str, bool] = {}  # name -> whether include and exclude select it
         self.slot_of_name: dict[str, int] = {}
@@ -52,8 +49,7 @@ class ParameterRegistry:
         # Of the last walk, to detect changes since: the modules in its order, [] if it cannot be relied on; the ids and
         # keys of their parameters and children; each watched slot with the place of its parameter among these.
         self._walked: list[weakref.ref[nn.Module]] = []
-        self._ids: list[int] = []
-        self._keys: list[str] = []
+        self._identities: tuple[list[int], list[str]] = [], []
         self._places: list[tuple[int, int]] = []
         entries = self.scan()
         if not any(parameter.requires_grad for _, parameter in entries):
@@ -109,11 +105,12 @@ class ParameterRegistry:
         return {slot: version_of(parameter) for slot, parameter in self.scan()}
 
     def _scan_anew(self) -> list[Entry]:
-        entries: list[Entry] = []
+        found: dict[int, Tensor] = {}  # by slot
         slot_of_id: dict[int, int] = {}
-        slots: set[int] = set()
-        modules: list[nn.Module] = []
-        for name, parameter in self._walk(modules):
+        modules = self._modules()
+        # Copies of the tables, because another thread may change them.
+        named = [(below + key, p) for below, module in modules for key, p in list(module._parameters.items())]
+        for name, parameter in named:
             if parameter is None or id(parameter) in slot_of_id:
                 continue
             slot = self.slot_of_name.get(name)
@@ -122,26 +119,24 @@ class ParameterRegistry:
                     continue
                 slot = self.slot_of_name[name] = len(self.names)
                 self.names.append(name)
-            if slot in slots:
-                if not self._scanned:
+            if slot in found:
+                if not self.changes:  # the first scan
                     raise ValueError(f"two parameters would both be called {name!r}; give the models other keys")
                 continue
-            slots.add(slot)
+            found[slot] = parameter
             slot_of_id[id(parameter)] = slot
-            entries.append((slot, parameter))
         self.changes, self._require_grad = self.changes + 1, None
         if slot_of_id != self.slot_of_id:  # other parameters, or the same under other names
             self.version += 1
         self.slot_of_id = slot_of_id
-        self._scanned = True
-        values, self._keys = _contents(modules)
-        self._ids = list(map(id, values))
-        place_of_id = {number: place for place, number in enumerate(self._ids)}
-        self._places = [(slot, place_of_id.get(id(parameter), -1)) for slot, parameter in entries]
+        walked = [module for _, module in modules]
+        _, self._identities = _contents(walked)
+        place_of_id = {number: place for place, number in enumerate(self._identities[0])}
+        self._places = [(slot, place_of_id.get(id(parameter), -1)) for slot, parameter in found.items()]
         is_lost = len(self.models()) < len(self._models)
         is_lost |= any(place < 0 for _, place in self._places)  # another thread has replaced one meanwhile
-        self._walked = [] if is_lost else list(map(weakref.ref, modules))
-        return entries
+        self._walked = [] if is_lost else list(map(weakref.ref, walked))
+        return list(found.items())
 
     def _unchanged(self) -> list[Entry] | None:
         """Return the watched parameters; None if any module has other parameters, children or names than at the walk.
@@ -151,20 +146,16 @@ class ParameterRegistry:
         modules = [module for reference in self._walked if (module := reference()) is not None]
         if not modules or len(modules) < len(self._walked):
             return None
-        values, keys = _contents(modules)
-        if list(map(id, values)) != self._ids or keys != self._keys:
+        values, contents = _contents(modules)
+        if contents != self._identities:
             return None
         return [(slot, values[place]) for slot, place in self._places]
 
-    def _walk(self, modules: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter | None]]:
-        """Yield every parameter with its name, and append the modules to `modules` in the order of the walk."""
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        """Return every module once, with what precedes the names of its parameters."""
         seen: set[int] = set()
-        for prefix, reference in self._models:
-            if (model := reference()) is not None:
-                for below, module in named_modules(model, prefix, seen):
-                    modules.append(module)
-                    for key, parameter in list(module._parameters.items()):  # a copy: another thread may change them
-                        yield below + key, parameter
+        models = [(prefix, model) for prefix, reference in self._models if (model := reference()) is not None]
+        return [named for prefix, model in models for named in named_modules(model, prefix, seen)]
 
     def _is_watched(self, name: str, parameter: Tensor) -> bool:
         verdict = self._watched.get(name)
@@ -177,10 +168,10 @@ class ParameterRegistry:
         return verdict
 
     def _nothing_to_watch(self, include: NameFilter | None, exclude: NameFilter | None) -> str:
-        modules: list[nn.Module] = []
-        parameters = {name: parameter for name, parameter in self._walk(modules) if parameter is not None}
+        modules = self._modules()
+        parameters = named_tensors(modules)
         if not parameters:
-            return _nothing_registered(modules)
+            return _nothing_registered([module for _, module in modules])
         trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
         if not trainable:
             return (
@@ -211,11 +202,12 @@ def _nothing_registered(modules: Sequence[nn.Module]) -> str:
     )
 
 
-def _contents(modules: Sequence[nn.Module]) -> tuple[list[Any], list[str]]:
-    """Return every parameter and child of these modules, and their keys."""
+def _contents(modules: Sequence[nn.Module]) -> tuple[list[Any], tuple[list[int], list[str]]]:
+    """Return every parameter and child of these modules, and their ids and keys."""
     tables: list[Any] = [table for module in modules for table in (module._parameters, module._modules) if table]
+    values = [value for table in tables for value in table.values()]
     # keys(), because a scripted module's tables cannot be iterated over
-    return [value for table in tables for value in table.values()], [key for table in tables for key in table.keys()]  # noqa: SIM118
+    return values, (list(map(id, values)), [key for table in tables for key in table.keys()])  # noqa: SIM118
 
 
 def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tuple[str, nn.Module]]:
@@ -249,9 +241,7 @@ def name_predicate(names: NameFilter | None, argument: str) -> Callable[[str], b
     Raises:
         ValueError: the filter is invalid, for instance not a regular expression.
     """
-    if names is None:
-        return None
-    if callable(names):
+    if names is None or callable(names):
         return names
     if not isinstance(names, str | re.Pattern | Sequence):
         raise ValueError(f"{argument}={names!r} must be a regular expression, several of them, or a function of a name")
