@@ -29,13 +29,12 @@ class OptimizerRegistry:
     """
 
     def __init__(self, registry: ParameterRegistry, clock: SampleClock, appointed: Optimizer | None) -> None:
-        self._registry = registry
-        self._clock = clock
+        self._registry, self._clock = registry, clock
         self._appointed = (lambda: None) if appointed is None else weakref.ref(appointed)
         self.left_out: set[int] = set()  # slots that a backward reached, but no optimizer updated
         self._known: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
-        self._num_keys = 0
+        self._keys = itertools.count(1)
         self._version = registry.version  # when every optimizer was last looked at
         self._named: tuple[int, ...] = ()  # the cache key of `_names`
         self._names = Names((), ())
@@ -63,13 +62,11 @@ class OptimizerRegistry:
         return self.key(optimizer)
 
     def slots(self, optimizer: Optimizer) -> frozenset[int]:
-        """Return the slots that this optimizer owns."""
         return self._clock.owned.get(self.key(optimizer), frozenset())
 
     def of_slot(self, slot: int) -> Optimizer | None:
         """Return the optimizer that owns this slot; None if it is not known."""
-        key = self._clock.owner.get(slot)
-        return None if key is None else self.of_key(key)
+        return self.of_key(self._clock.owner.get(slot, _NOTHING_WATCHED))
 
     def of_key(self, key: int) -> Optimizer | None:
         """Return the optimizer with this key; None if it was deleted."""
@@ -153,11 +150,8 @@ class OptimizerRegistry:
 
     def _fingerprint(self, optimizer: Optimizer) -> int:
         """A number that changes when the optimizer gets other parameters, or the model's parameters are replaced."""
-        groups = [
-            (len(parameters), id(parameters[0]), id(parameters[-1])) if (parameters := group["params"]) else 0
-            for group in optimizer.param_groups
-        ]
-        return hash((self._registry.version, *groups))
+        held = [group["params"] for group in optimizer.param_groups]
+        return hash((self._registry.version, *[(len(some), id(some[0]), id(some[-1])) if some else 0 for some in held]))
 
     def learn(self, optimizer: Optimizer) -> bool:
         """Record which slots the optimizer owns, for all optimizers if slots have changed. Returns whether it owns any.
@@ -182,17 +176,16 @@ class OptimizerRegistry:
         if self._appointed() is optimizer:
             of_others = {slot for slot, owner in self._clock.owner.items() if owner != key}
             slots |= set(range(len(self._registry.names))) - of_others
-        if not slots:
-            if key != _NOTHING_WATCHED:  # the model's parameters were replaced
-                self._gone(key, optimizer)
-            key = _NOTHING_WATCHED
-        elif key == _NOTHING_WATCHED:
-            key = self._num_keys = self._num_keys + 1
-            self._by_key[key] = weakref.ref(optimizer, functools.partial(self._gone, key))
-        if key != _NOTHING_WATCHED:
+        if slots:
+            if key == _NOTHING_WATCHED:
+                key = next(self._keys)
+                self._by_key[key] = weakref.ref(optimizer, functools.partial(self._gone, key))
             self._clock.own(key, frozenset(slots))
+        elif key != _NOTHING_WATCHED:  # the model's parameters were replaced
+            self._gone(key, optimizer)
+            key = _NOTHING_WATCHED
         self._known[optimizer] = (key, self._fingerprint(optimizer))
-        return key != _NOTHING_WATCHED
+        return bool(slots)
 
     def _gone(self, key: int, _: object) -> None:
         self._by_key.pop(key, None)
