@@ -49,26 +49,25 @@ class BackwardRest(Rest):
         self._num_alike = self._num_alike + 1 if pattern == self._pattern else 1
         self._pattern = pattern
 
-    def is_worth_it(self, *, marked: bool = False) -> bool:
-        """Whether the samples are regular and the next one is some steps away.
+    def begins_after(self, *, mark: bool = False) -> bool:
+        """Begin after a backward or a `mark` of the user if updates are regular and the next sample is some steps away.
 
-        A backward has ended or, with `marked`, the user has called mark_step().
+        Returns:
+            Whether it begins: the hooks are off then.
         """
         # DistributedDataParallel writes to the gradients once more, which looks like a reset.
-        if not (marked or self._inside_backward or (self._parts.by_hand.proven and world_size() == 1)):
+        if not (mark or self._inside_backward or (self._parts.by_hand.proven and world_size() == 1)):
             return False
-        return self._num_alike >= REGULAR and not self._parts.thread.has_company and self._is_possible()
-
-    def begin(self, *, marked: bool = False) -> bool:
-        """Turn the hooks off. Returns False if no parameter can be a witness of the backwards to come."""
-        entries = self._parts.registry.scan()
+        if self._num_alike < REGULAR or self._parts.thread.has_company or not self._is_possible():
+            return False
+        entries = () if mark else self._parts.registry.scan()
         fit = [one for slot, one in entries if slot in self._reached and self._is_fit(one)]
-        if not (marked or fit):
+        if not (mark or fit):
             return False
-        self._counts_marks = marked
+        self._counts_marks = mark
         self._turn_hooks_off()
         self._task = -1  # the graph task of the newest backward
-        for one in () if marked else sorted(fit, key=torch.numel)[:_WITNESSES]:
+        for one in sorted(fit, key=torch.numel)[:_WITNESSES]:
             self._handles.append(one.register_hook(self._witness_of(one)))  # type: ignore[no-untyped-call]
         return True
 

@@ -46,10 +46,8 @@ class Rest(StepCounter, ABC):
 
     def _is_possible(self) -> bool:
         """Whether nothing but the pattern of steps keeps the hooks on: the next sample is some steps away."""
-        parts = self._parts
-        if parts.schedule.is_sampled:  # the open step, or the next one if no step is open
-            return False
-        if parts.guard is not None or parts.clock.muted or parts.window.sent:
+        parts = self._parts  # `is_sampled` is that of the open step, or of the next one if no step is open
+        if parts.schedule.is_sampled or parts.guard is not None or parts.clock.muted or parts.window.sent:
             return False
         return parts.schedule.wakes_at() - parts.clock.open_step >= LEAST + bool(parts.clock.stepped)
 

@@ -162,7 +162,7 @@ class Sampler(Listener):
             self._close_update_by_hand()
         self.parts.wiring.backward_ended()
         self._deliver()
-        if self._backward_rest.is_worth_it() and self._backward_rest.begin():
+        if self._backward_rest.begins_after():
             self.counter = self._backward_rest
 
     def mute(self, muted: bool) -> None:
@@ -328,7 +328,7 @@ class Sampler(Listener):
         self.parts.optimizer_found()
         self._sample.updated_by_hand(self.parts.registry.scan())
         self._commit(self._clock.update())
-        if current_graph_task() == -1 and rest.is_worth_it(marked=True) and rest.begin(marked=True):
+        if current_graph_task() == -1 and rest.begins_after(mark=True):
             self.counter = rest
 
     def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:

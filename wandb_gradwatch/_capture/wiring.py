@@ -76,10 +76,8 @@ class Wiring:
         clock: SampleClock,
         notices: Notices,
     ) -> None:
-        self._parameter_registry = parameter_registry
-        self._optimizer_registry = optimizer_registry
-        self._clock = clock
-        self._notices = notices
+        self._parameter_registry, self._optimizer_registry = parameter_registry, optimizer_registry
+        self._clock, self._notices = clock, notices
         self._carried: defaultdict[int, _Carried] = defaultdict(_Carried)  # by the optimizer's key
         self._first_states: _States | None = None  # of all parameters after the very first step
         self._unowned: _States = {}  # of those with a gradient but no optimizer, until they are reported
@@ -94,7 +92,7 @@ class Wiring:
         self._versions_at_begin = parameter_registry.versions()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the facts found since the last call, by key, as 0-dim tensors on any device. Does not wait."""
+        """Return the facts found since the last call, by key, as 0-dim tensors on any device."""
         facts, self._facts = self._facts, {}
         return facts
 
@@ -124,10 +122,9 @@ class Wiring:
 
     def backward_begins(self, has_accumulated: bool) -> None:
         """Check which gradients were reset before this backward, while it has written to one gradient at most."""
-        if self._without_model is not None:
-            if not self._optimizer_registry.num_known:
-                self._notices.append(self._without_model)
-            self._without_model = None
+        if self._without_model is not None and not self._optimizer_registry.num_known:
+            self._notices.append(self._without_model)
+        self._without_model = None
         for carried, entries in self._carrying():
             writes = carried.seen.writes(entries)
             untouched = [local_part(p.grad) for slot, p in entries if not writes[slot] and p.grad is not None]
