@@ -323,7 +323,7 @@ def test_an_exception_in_a_rest_between_backwards_is_reported_and_training_goes_
     def broken(*_, **__):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("wandb_gradwatch._capture.backward_rest.BackwardRest._backward_begins", broken)
+    monkeypatch.setattr("wandb_gradwatch._capture.rest.BackwardRest._backward_begins", broken)
     model = Chosen(a=1, b=1)
     watcher, _ = watch(model, sample_every=7)
     assert sum(1 for _ in by_hand(model)) == STEPS

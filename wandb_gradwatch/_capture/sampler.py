@@ -24,8 +24,6 @@ from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, Listener
 from .._transfer.sample_buffer import SampleBuffer
-from .backward_rest import BackwardRest
-from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
 from .hooks import BackwardHooks
 from .measurer import Measurer
@@ -33,8 +31,8 @@ from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
 from .probes import Probe
-from .rest import Rest, StepRest
-from .scaling import SCALERS
+from .rest import BackwardRest, Rest, StepRest
+from .scaling import CLIP_FUNCTIONS, SCALERS
 from .schedule import RankPlans
 
 

@@ -1,8 +1,8 @@
-"""The loss scale: what the loss was multiplied by in each backward, found without a host sync and without a setting.
+"""What scales gradients: the loss scale, found without a host sync and without a setting, and torch's clipping.
 
 While a model is watched, three public methods of the gradient scalers are wrapped: `scale` shows which scaler is in
 use, `unscale_` and `step` show the optimizer that it belongs to, and a `step` that returns without an optimizer step
-was skipped. The scale is read as the device tensor that the scaler keeps.
+was skipped. The scale is read as the device tensor that the scaler keeps. The functions that clip are wrapped too.
 """
 
 import math
@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.nn import utils
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from .._measure.elements import onto
@@ -28,6 +30,11 @@ from .optimizer_registry import OptimizerRegistry
 
 GivenScale = float | Tensor | Callable[[int], float | Tensor]  # the user's `loss_scale`; the function gets the step
 LOSS: Final = -1  # in place of a slot: the loss itself
+
+# Since torch 2.6 the second half of clip_grad_norm_ is a function of its own, which clip_grad_norm_ looks up in
+# clip_grad even if it was imported by name before. Functions in both modules are wrapped in both.
+_SECOND_HALF: Final = ("_clip_grads_with_norm_", "clip_grads_with_norm_")
+_BY_NORM: Final = _SECOND_HALF if hasattr(clip_grad, _SECOND_HALF[0]) else ("clip_grad_norm_",)
 
 
 @dataclass(slots=True)
@@ -136,6 +143,31 @@ class GradScalers(Listeners):
 
 
 SCALERS: Final = GradScalers()
+
+
+class ClipFunctions(Listeners):
+    """Calls the listeners before and after torch's own functions clip gradients.
+
+    Gradients that were rescaled, averaged or completed after the backward are then measured again before they are
+    clipped. Clipping by other code is recognised by the gradients that it leaves: see `_measure/change.py`.
+    """
+
+    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
+        return [(module, name, self._clip) for module in (clip_grad, utils) for name in (*_BY_NORM, "clip_grad_value_")]
+
+    def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(parameters, *args, **kwargs)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for listener in self._listeners:
+            listener.before_clipping(parameters)
+        result = original(parameters, *args, **kwargs)
+        for listener in self._listeners:
+            listener.after_clipping(parameters)
+        return result
+
+
+CLIP_FUNCTIONS: Final = ClipFunctions()
 
 
 def scale_tensor(scaler: GradScaler | None) -> Tensor | None:
