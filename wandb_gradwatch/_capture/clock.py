@@ -102,7 +102,6 @@ class SampleClock:
         return is_fresh and self.num_closed > 0 and optimizer not in self.previous
 
     def join(self, optimizer: int) -> None:
-        """Add a late optimizer to those of the last closed sample."""
         self.previous |= {optimizer}
 
     def step_ended(self, optimizer: int, *, skipped: bool = False, inside_backward: bool = False) -> Closed | None:

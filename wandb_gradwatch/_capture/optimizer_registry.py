@@ -83,8 +83,8 @@ class OptimizerRegistry:
         now = (registry.changes, len(registry.names), self._clock.num_changes, len(self.left_out))
         if now != self._named:  # called at every sample; rules recognise the same tuple while nothing changes
             trainable = [
-                requires_grad and (not owner or slot in owner or slot in self.left_out)
-                for slot, requires_grad in enumerate(registry.trainable)
+                slot in registry.trainable and (not owner or slot in owner or slot in self.left_out)
+                for slot in range(len(registry.names))
             ]
             self._named, self._names = now, Names(tuple(registry.names), tuple(trainable))
         return self._names

@@ -38,10 +38,10 @@ class ParameterRegistry:
         self._include = name_predicate(include, "include")
         self._exclude = name_predicate(exclude, "exclude")
         self.prefix = ""  # of every name; include and exclude match names without it
-        self._watched: dict[str, bool] = {}  # name -> whether include and exclude select it
+        self._left_out: set[str] = set()  # names that include and exclude do not select
         self.slot_of_name: dict[str, int] = {}
         self.names: list[str] = []
-        self.trainable: list[bool] = []  # by slot, as of the last scan
+        self.trainable: set[int] = set()  # the slots of parameters with requires_grad, as of the last scan
         self._require_grad: list[bool] | None = None  # requires_grad of the last scan's entries
         self.slot_of_id: dict[int, int] = {}  # id(parameter) -> slot, as of the last scan
         self.version = 0  # changes whenever slot_of_id changes
@@ -59,7 +59,7 @@ class ParameterRegistry:
         """Put a prefix before every name, because another watcher has the same names. Only before any measurement."""
         self.prefix = f"{prefix}."
         self._models = [(f"{prefix}.{own}", reference) for own, reference in self._models]
-        self._watched, self.slot_of_name, self.names, self.trainable = {}, {}, [], []
+        self._left_out, self.slot_of_name, self.names = set(), {}, []
         self._walked = []
         self.scan()
 
@@ -94,10 +94,8 @@ class ParameterRegistry:
             entries = self._scan_anew()
         require_grad = [parameter.requires_grad for _, parameter in entries]
         if require_grad != self._require_grad:
-            self._require_grad, self.trainable = require_grad, [False] * len(self.names)
-            for (slot, _), requires_grad in zip(entries, require_grad, strict=True):
-                self.trainable[slot] = requires_grad
-            self.changes += 1
+            self._require_grad, self.changes = require_grad, self.changes + 1
+            self.trainable = {slot for slot, parameter in entries if parameter.requires_grad}
         return entries
 
     def versions(self) -> dict[int, int]:
@@ -115,7 +113,8 @@ class ParameterRegistry:
                 continue
             slot = self.slot_of_name.get(name)
             if slot is None:
-                if not self._is_watched(name, parameter):
+                if name in self._left_out or not self._is_selected(name, parameter):
+                    self._left_out.add(name)
                     continue
                 slot = self.slot_of_name[name] = len(self.names)
                 self.names.append(name)
@@ -157,15 +156,11 @@ class ParameterRegistry:
         models = [(prefix, model) for prefix, reference in self._models if (model := reference()) is not None]
         return [named for prefix, model in models for named in named_modules(model, prefix, seen)]
 
-    def _is_watched(self, name: str, parameter: Tensor) -> bool:
-        verdict = self._watched.get(name)
-        if verdict is None:
-            own = name.removeprefix(self.prefix)
-            wanted = (self._include is None or self._include(own)) and not (self._exclude and self._exclude(own))
-            # Integer tensors (quantised weights) can never have a gradient.
-            verdict = wanted and (parameter.is_floating_point() or parameter.is_complex())
-            self._watched[name] = verdict
-        return verdict
+    def _is_selected(self, name: str, parameter: Tensor) -> bool:
+        own = name.removeprefix(self.prefix)
+        selected = (self._include is None or self._include(own)) and not (self._exclude and self._exclude(own))
+        # Integer tensors (quantised weights) can never have a gradient.
+        return selected and (parameter.is_floating_point() or parameter.is_complex())
 
     def _nothing_to_watch(self, include: NameFilter | None, exclude: NameFilter | None) -> str:
         modules = self._modules()
