@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Final
@@ -170,7 +170,7 @@ class Budget:
         self._costs.append(latest)
         if on_rows:
             self._costs_of_rows.append(on_rows)
-        cost, of_row = _middle(self._costs), _middle(self._costs_of_rows)
+        cost, of_row = statistics.median_low(self._costs), statistics.median_low(self._costs_of_rows or [0.0])
         samples_per_row = min(max(round(2 * of_row / max(cost, 1e-9)), 1), self.BURST)
         of_row /= samples_per_row
         cost, latest = cost + of_row, latest + of_row
@@ -207,8 +207,3 @@ class Budget:
         else:
             needed = cost - (credit - saved)
         return max(math.ceil(needed / earned_per_step - 1e-6), 1)
-
-
-def _middle(newest: Collection[float]) -> float:
-    """Return the median, the lower of two; 0 if there is none."""
-    return sorted(newest)[(len(newest) - 1) // 2] if newest else 0.0
