@@ -8,6 +8,7 @@ from .._runtime.sharding import local_part
 from ..snapshot import keys
 
 Number = float | Tensor  # a number on the host, or a 0-dim tensor on a device
+_Total = tuple[Number, int]  # a sum, and how many of its summands are whole losses
 
 
 class SampleLoss:
@@ -18,10 +19,9 @@ class SampleLoss:
     """
 
     def __init__(self) -> None:
-        # The sum of the added values, and how many of them are whole losses.
-        self._pending: tuple[Number, int] | None = None
-        self._sample: tuple[Number, int] | None = None
-        self._seen: Number | None = None  # sum of the tensors that the sample's backwards were called on
+        self._pending: _Total | None = None  # of the added values
+        self._sample: _Total | None = None
+        self._seen: _Total | None = None  # of the tensors that the sample's backwards were called on
 
     def see(self, root: Tensor, scale: Tensor | None) -> None:
         """Add the tensor of one element that a backward of the open sample was called on, divided by its scale.
@@ -34,7 +34,7 @@ class SampleLoss:
                 return
             # As tensors, because Python's own division raises at 0.
             one = one / onto(scale, one.device) if isinstance(one, Tensor) else _value_of(one / scale.double())
-        self._seen = _sum(self._seen, one)
+        self._seen = _together(self._seen, (one, 0))
 
     def add(self, value: Tensor, *, is_share: bool) -> None:
         """Add a value of one element. Shares (`is_share`) add up to the loss of the step."""
@@ -42,8 +42,9 @@ class SampleLoss:
 
     def rescale(self, factor: Tensor) -> None:
         """Multiply what the backwards have shown: their tensors were divided by the wrong scale."""
-        if (seen := self._seen) is not None:
-            self._seen = seen * (onto(factor, seen.device) if isinstance(seen, Tensor) else _value_of(factor))
+        if self._seen is not None:
+            seen, _ = self._seen
+            self._seen = seen * (onto(factor, seen.device) if isinstance(seen, Tensor) else _value_of(factor)), 0
 
     def settle(self) -> None:
         """Move the pending values to the open sample."""
@@ -52,11 +53,9 @@ class SampleLoss:
 
     def take(self) -> dict[str, Number]:
         """Return the loss of the closed sample by key, {} if there is none, and forget it, but not pending values."""
-        found, loss = self._sample, self._seen
+        found = self._sample or self._seen
         self._sample = self._seen = None
-        if found is not None:
-            loss = found[0] / max(found[1], 1)
-        return {} if loss is None else {keys.LOSS: loss}
+        return {} if found is None else {keys.LOSS: found[0] / found[1] if found[1] > 1 else found[0]}
 
 
 def _value_of(tensor: Tensor) -> Number:
@@ -70,23 +69,17 @@ def _value_of(tensor: Tensor) -> Number:
     return float((one.double() if one.dtype.itemsize < 4 else one).numpy().item())  # numpy has no bfloat16
 
 
-def _sum(one: Number | None, other: Number) -> Number:
+def _together(one: _Total | None, other: _Total) -> _Total:
     if one is None:
         return other
-    return one + (onto(other, one.device) if isinstance(one, Tensor) and isinstance(other, Tensor) else other)
-
-
-def _together(one: tuple[Number, int] | None, other: tuple[Number, int]) -> tuple[Number, int]:
-    return other if one is None else (_sum(one[0], other[0]), one[1] + other[1])
+    (own, num), (more, num_more) = one, other
+    if isinstance(own, Tensor) and isinstance(more, Tensor):
+        more = onto(more, own.device)
+    return own + more, num + num_more
 
 
 def checked_loss(value: object) -> Tensor:
-    """Return the value as a tensor of one element.
-
-    Raises:
-        TypeError: value is neither a tensor nor a number.
-        ValueError: value has not exactly one real element.
-    """
+    """Return the value as a tensor of one element, and raise if it is none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     if not isinstance(value, Tensor):
