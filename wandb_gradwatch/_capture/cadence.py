@@ -15,11 +15,7 @@ SampleEvery = int | Callable[[int], int] | None
 
 @dataclass(frozen=True)
 class Cadence:
-    """The cadences that the user asked for.
-
-    Raises:
-        ValueError: a cadence is not a whole number, or too small.
-    """
+    """The cadences that the user asked for."""
 
     # Measure every n-th step. A function maps a step to n, 0 for none. None: the budget decides.
     sample_every: SampleEvery = 1
@@ -93,9 +89,7 @@ LONGEST: Final = 1000  # most steps between samples if half as many steps earn t
 
 
 class Budget:
-    """A token bucket: each second of training earns `max_overhead` seconds of monitoring, such as 0.01.
-
-    Pure: time is an argument.
+    """A token bucket: each second of training earns `max_overhead` seconds of monitoring. Pure: time is an argument.
 
     A sample is taken when its cost is earned. In debt it is taken when twice its cost is earned, and the other half
     pays off debt: no debt, such as that of the first steps or of a write to a slow disk, delays a sample any longer.
@@ -103,9 +97,6 @@ class Budget:
 
     The expected cost of a sample is the median of the last three: a single slow sample is paid for, but not expected
     again. As it may be the first of many, the next sample waits until that cost is earned, but at most 1,000 steps.
-
-    Raises:
-        ValueError: max_overhead is not between 0 and 1.
     """
 
     FIRST: Final = 10  # number of samples at the start, one at every step

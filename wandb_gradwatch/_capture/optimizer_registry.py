@@ -154,7 +154,7 @@ class OptimizerRegistry:
         return hash((self._registry.version, *[(len(some), id(some[0]), id(some[-1])) if some else 0 for some in held]))
 
     def learn(self, optimizer: Optimizer) -> bool:
-        """Record which slots the optimizer owns, for all optimizers if slots have changed. Returns whether it owns any.
+        """Record which slots it owns, and for all optimizers if slots have changed. Returns whether it owns any.
 
         Touches no gradient and no hook: the optimizer may belong to another model and step in another thread, while a
         backward of this model writes to them.

@@ -206,11 +206,7 @@ def _contents(modules: Sequence[nn.Module]) -> tuple[list[Any], tuple[list[int],
 
 
 def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tuple[str, nn.Module]]:
-    """Return each model with the prefix of its names; a single model has none. `asked_by` is the caller in messages.
-
-    Raises:
-        TypeError, ValueError: models is not a module, nor a sequence or mapping of modules; or it is empty.
-    """
+    """Return each model with the prefix of its names; a single model has none. `asked_by` is the caller in messages."""
     if isinstance(models, nn.Module):
         return [("", models)]
     if isinstance(models, Mapping):
@@ -231,11 +227,7 @@ def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tupl
 
 
 def name_predicate(names: NameFilter | None, argument: str) -> Callable[[str], bool] | None:
-    """Return the filter as a function; None if there is none. `argument` is its name in messages.
-
-    Raises:
-        ValueError: the filter is invalid, for instance not a regular expression.
-    """
+    """Return the filter as a function; None if there is none. `argument` is its name in messages."""
     if names is None or callable(names):
         return names
     if not isinstance(names, str | re.Pattern | Sequence):

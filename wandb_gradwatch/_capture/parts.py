@@ -138,7 +138,7 @@ class CaptureParts:
                 self.shards.update(entries, self.registry.models())
             new = [slot for slot in self.hooks.follow(self._leaves(entries)) if slot != NO_SLOT]
             for slot, parameter in entries if new else ():
-                if slot in new and parameter.grad is not None:
+                if parameter.grad is not None and slot in new:
                     mark_as_older_than_its_hook(parameter.grad)
             if new and not is_first:
                 self.notices.say(

@@ -283,11 +283,7 @@ class BackwardRest(Rest):
         self._pattern = pattern
 
     def begins_after(self, *, mark: bool = False) -> bool:
-        """Begin after a backward or a `mark` of the user if updates are regular and the next sample is some steps away.
-
-        Returns:
-            Whether it begins: the hooks are off then.
-        """
+        """Begin after a backward, or a `mark` of the user, if that pays. Returns whether the hooks are off now."""
         # DistributedDataParallel writes to the gradients once more, which looks like a reset.
         if not (mark or self._inside_backward or (self._parts.by_hand.proven and world_size() == 1)):
             return False

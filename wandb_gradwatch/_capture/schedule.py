@@ -197,10 +197,7 @@ class RankPlans:
         """Publish this rank's own plan if it leads. Returns the plan that takes effect now; None: the current one.
 
         If the plan of rank 0 is missing, wait for it if ranks `must_agree` (those with shards must sample the same
-        steps); otherwise `own` takes effect.
-
-        Raises:
-            RuntimeError: ranks must agree, but rank 0 has published no plan within a minute.
+        steps), and raise after a minute; otherwise `own` takes effect.
         """
         number, self._num_flushes = self._num_flushes, self._num_flushes + 1
         if self._leads:
