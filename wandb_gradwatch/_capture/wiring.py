@@ -33,7 +33,6 @@ _AGAIN_EVERY: Final = 50  # after these, the sampled steps that are checked for 
 _PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that raise an alert
 _PATIENCE_IN_STEPS: Final = 100  # steps of other models' optimizers before the first gradient of the watched one
 _PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
-_SCAN_EVERY: Final = 5  # samples between scans at least: experts may gain or lose gradients in every sample
 _GROWS: Final = "an optimizer's state that forgets nothing and grows with every step"
 # name -> whether a value breaks any training, the cause, and the remedy
 _SETTINGS: Final[dict[str, tuple[Callable[[Any], bool], str, str]]] = {
@@ -83,8 +82,6 @@ class Wiring:
         self._unowned: _States = {}  # of those with a gradient but no optimizer, until they are reported
         self._samples_to_wait = 0  # until the slots in `_unowned` are reported
         self._known_unowned: frozenset[int] = frozenset()
-        self._marked_at_scan: frozenset[int] = frozenset()
-        self._samples_since_scan = _SCAN_EVERY
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
         self._num_elsewhere = 0  # number of steps of other models' optimizers before the first sample
@@ -172,10 +169,8 @@ class Wiring:
 
     def sample_closed(self, marked: frozenset[int]) -> None:
         """Look for parameters that got a gradient in the closed sample but that no optimizer holds or updates."""
-        self._samples_since_scan += 1
-        if marked != self._marked_at_scan and self._samples_since_scan >= _SCAN_EVERY:
-            self._marked_at_scan, self._samples_since_scan = marked, 0
-            self._parameter_registry.scan()  # some may be frozen, unfrozen or replaced
+        if not marked:  # the parameters may have been replaced: no hook was called that would have led to a scan
+            self._parameter_registry.scan()
         unowned = marked - self._clock.owner.keys()
         first, self._first_states = self._first_states, {}
         if unowned and unowned != self._known_unowned:  # checked again only when the set of such parameters changes
