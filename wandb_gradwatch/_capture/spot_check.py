@@ -35,7 +35,7 @@ class SpotCheck:
         self._group, self._place = group, place
         self._usual = 0.0
         self._num_checks = 0
-        self._has_told = self._has_told_nonfinite = False  # since the last usual norm
+        self._told = 0  # since the last usual norm: 1: an unusual one, 2: one that is not finite
         self.every = 1  # number of steps between checks
         self.is_covered = False  # whether the budget covers a sample; if not, only what is not finite is found
         self.at_clipping = False  # whether torch's functions clip: the check comes before them, not before the step
@@ -52,13 +52,12 @@ class SpotCheck:
         norm = 0.0 if gradient is None else _norm(gradient)
         is_finite, usual = math.isfinite(norm), self._usual
         is_usual = is_finite and (self._num_checks < _LEARNS or _FALLS * usual <= norm <= _RISES * usual)
-        is_new = not self._has_told_nonfinite and (not is_finite or (self.is_covered and not self._has_told))
-        finds = is_new and not is_usual
-        self._has_told = not is_usual and (self._has_told or finds)
-        self._has_told_nonfinite = not is_usual and (self._has_told_nonfinite or not is_finite)
-        if is_finite and (is_usual or self._has_told):  # otherwise the norm stays unusual until a sample is covered
+        level = 0 if is_usual else int(self.is_covered) if is_finite else 2
+        finds = level > self._told
+        self._told = 0 if is_usual else max(level, self._told)
+        if is_finite and (is_usual or self._told):  # otherwise the norm stays unusual until a sample is covered
             # What was told is usual from now on: the level of an explosion must not hide the next one.
-            self._usual = norm if self._has_told else max(norm, _DECAY * usual)
+            self._usual = norm if self._told else max(norm, _DECAY * usual)
             self._num_checks += 1
         self.seconds_of_last = _WITH_LOSSES * (time.perf_counter() - began)
         self.seconds += 0.1 * (self.seconds_of_last - self.seconds)
