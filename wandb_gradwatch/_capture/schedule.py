@@ -121,7 +121,7 @@ class Schedule:
 
     def end_window(self, *, must_agree: bool) -> None:
         """Let the plan of rank 0 take effect: the window has been flushed at the same step on all ranks."""
-        if self.ranks is not None and self.is_open_ended:
+        if self.ranks is not None:
             self._plan = self.ranks.exchange(self._own_plan, must_agree=must_agree) or self._plan
             self._next_sample = self._plan.next_sample(self.last_sample)
 
