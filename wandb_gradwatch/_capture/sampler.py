@@ -32,7 +32,7 @@ from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
 from .probes import Probe
 from .rest import BackwardRest, Rest, StepRest
-from .scaling import CLIP_FUNCTIONS, SCALERS
+from .scaling import SCALERS
 from .schedule import RankPlans
 
 
@@ -83,7 +83,6 @@ class Sampler(Listener):
         self.parts.follow()
         self._sample.begin()
         SCALERS.subscribe(self)
-        CLIP_FUNCTIONS.subscribe(self)
         STEP_HOOKS.subscribe(self)
 
     def stop(self) -> None:
@@ -95,7 +94,6 @@ class Sampler(Listener):
         self.counter = None
         STEP_HOOKS.unsubscribe(self)
         SCALERS.unsubscribe(self)
-        CLIP_FUNCTIONS.unsubscribe(self)
         self._hooks.remove()
         if self._guard is not None:
             if not self.parts.thread.is_another:  # otherwise after_step() gives withheld gradients back

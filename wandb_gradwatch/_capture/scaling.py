@@ -2,7 +2,9 @@
 
 While a model is watched, three public methods of the gradient scalers are wrapped: `scale` shows which scaler is in
 use, `unscale_` and `step` show the optimizer that it belongs to, and a `step` that returns without an optimizer step
-was skipped. The scale is read as the device tensor that the scaler keeps. The functions that clip are wrapped too.
+was skipped. The scale is read as the device tensor that the scaler keeps. The functions that clip are wrapped too:
+gradients that were rescaled, averaged or completed after the backward are measured again before they are clipped.
+Clipping by other code is recognised by the gradients that it leaves: see `_measure/change.py`.
 """
 
 import math
@@ -34,7 +36,7 @@ LOSS: Final = -1  # in place of a slot: the loss itself
 # Since torch 2.6 the second half of clip_grad_norm_ is a function of its own, which clip_grad_norm_ looks up in
 # clip_grad even if it was imported by name before. Functions in both modules are wrapped in both.
 _SECOND_HALF: Final = ("_clip_grads_with_norm_", "clip_grads_with_norm_")
-_BY_NORM: Final = _SECOND_HALF if hasattr(clip_grad, _SECOND_HALF[0]) else ("clip_grad_norm_",)
+_CLIPPING: Final = (*(_SECOND_HALF if hasattr(clip_grad, _SECOND_HALF[0]) else ["clip_grad_norm_"]), "clip_grad_value_")
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class ScaledSteps:
 
 
 class GradScalers(Listeners):
-    """Tracks which scaler is in use and which optimizers each scaler steps."""
+    """Tracks which scaler is in use and which optimizers it steps; calls listeners around unscaling and clipping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,8 @@ class GradScalers(Listeners):
         if (sharded := sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")) is not None:
             classes.append(sharded.ShardedGradScaler)
         methods = {"scale": self._scale, "unscale_": self._unscale, "step": self._step}
-        return [(cls, name, wrapper) for cls in classes for name, wrapper in methods.items()]
+        of_scalers = [(cls, name, wrapper) for cls in classes for name, wrapper in methods.items()]
+        return of_scalers + [(module, name, self._clip) for module in (clip_grad, utils) for name in _CLIPPING]
 
     def _uninstall(self) -> None:
         super()._uninstall()
@@ -141,20 +144,6 @@ class GradScalers(Listeners):
         known.scaler, known.is_scalers = weakref.ref(scaler), True
         return known
 
-
-SCALERS: Final = GradScalers()
-
-
-class ClipFunctions(Listeners):
-    """Calls the listeners before and after torch's own functions clip gradients.
-
-    Gradients that were rescaled, averaged or completed after the backward are then measured again before they are
-    clipped. Clipping by other code is recognised by the gradients that it leaves: see `_measure/change.py`.
-    """
-
-    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-        return [(module, name, self._clip) for module in (clip_grad, utils) for name in (*_BY_NORM, "clip_grad_value_")]
-
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, *args, **kwargs)
@@ -167,7 +156,7 @@ class ClipFunctions(Listeners):
         return result
 
 
-CLIP_FUNCTIONS: Final = ClipFunctions()
+SCALERS: Final = GradScalers()
 
 
 def scale_tensor(scaler: GradScaler | None) -> Tensor | None:
