@@ -18,9 +18,8 @@ _STARVED_WINDOWS: Final = 8  # queued rows from which on the user is warned
 
 MAX_SERIES: Final = 256  # names in each family of keys; there are about a dozen families
 _LATER: Final = "later"  # the group of names that appear after the grouping was chosen
-# The number that orders neighbours: the last part of a name that is a number, or the last digits if there is none.
-_INDEX: Final = re.compile(r"(?<![^.])\d+(?![^.])(?!.*(?<![^.])\d+(?![^.]))")
-_DIGITS: Final = re.compile(r"\d+(?!.*\d)")
+# A name around the number that orders neighbours: the last part that is a number, or else the last digits.
+_NUMBERED: Final = (re.compile(r"((?:.*\.)?)(\d+)((?:\..*)?)"), re.compile(r"((?:.*\D)?)(\d+)(\D*)"))
 
 Grouping = Callable[[str], str]
 
@@ -270,66 +269,55 @@ def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
     Groups are modules, or names with the same first parts, if there are at least MAX_SERIES / 2 such groups. Otherwise
     neighbours of one kind are joined: blocks.0-1.fc, blocks.2-3.fc, ...
     """
-    levels = [(group_function("module"), "one per module")]  # from fine to coarse
+    descriptions = {group_function("module"): "one per module"}  # of levels, from fine to coarse
     for depth in range(max(name.count(".") for name in names), 0, -1):
-        levels.append((_prefix(depth), f"by the first {depth} part{'s' if depth > 1 else ''} of the name"))
-    natural = next((level for level in levels if len(_groups(names, level[0])) <= MAX_SERIES), None)
-    if natural is not None and len(_groups(names, natural[0])) >= MAX_SERIES // 2:
-        return natural
+        descriptions[_prefix(depth)] = f"by the first {depth} part{'s' if depth > 1 else ''} of the name"
+    groups_of = {level: list(dict.fromkeys(map(level, names))) for level in descriptions}
+    natural = next((level for level, groups in groups_of.items() if len(groups) <= MAX_SERIES), None)
+    if natural is not None and len(groups_of[natural]) >= MAX_SERIES // 2:
+        return natural, descriptions[natural]
     # A level with few groups leaves none to join. If every level has few (a long ParameterList), join the names.
-    finer: list[Grouping] = [level for level, _ in levels if len(_groups(names, level)) > MAX_SERIES] or [str]
-    kinds: dict[str, list[str]] = {}
-    for level in finer:
-        kinds = {}  # a kind: the groups whose names differ only in their last number
-        for group in _groups(names, level):
-            number = _number_in(group)
-            kind = group if number is None else f"{group[: number.start()]}\0{group[number.end() :]}"
-            kinds.setdefault(kind, []).append(group)
+    finer = {level: groups for level, groups in groups_of.items() if len(groups) > MAX_SERIES} or {str: list(names)}
+    for level, groups in finer.items():
+        kinds: dict[tuple[str, bool, str], list[str]] = {}  # groups whose names differ only in their number
+        for group in groups:
+            before, number, after = _around_number(group)
+            kinds.setdefault((before, bool(number), after), []).append(group)
+        series = _neighbours(list(kinds.values()))
         if len(kinds) < MAX_SERIES:
             break
     else:  # the names have no numbers: join neighbours of any kind
-        kinds = {"": _groups(names, level)}
-    group_of, largest = _joined(kinds)
-    return (lambda name: group_of.get(level(name), _LATER)), f"up to {largest} neighbours of one kind each"
+        series = _neighbours([groups])
+    series_of = {group: _joined_name(members) for members in series for group in members}
+    description = f"up to {max(map(len, series))} neighbours of one kind each"
+    return (lambda name: series_of.get(level(name), _LATER)), description
 
 
 def _prefix(depth: int) -> Grouping:
     return lambda name: ".".join(name.split(".")[:depth])
 
 
-def _groups(names: Iterable[str], group_of: Grouping) -> list[str]:
-    return list(dict.fromkeys(map(group_of, names)))
-
-
-def _joined(kinds: dict[str, list[str]]) -> tuple[dict[str, str], int]:
-    """The series of each group, and the largest number of groups in a series. Larger kinds get more series.
-
-    One series is reserved for names that appear later.
-    """
-    # Each kind has at least one series. Each further series goes to the kind with the most groups per series.
-    num_series = dict.fromkeys(kinds, 1)
-    for _ in range(MAX_SERIES - 1 - len(kinds)):
-        num_series[max(kinds, key=lambda kind: len(kinds[kind]) / num_series[kind])] += 1
-    group_of: dict[str, str] = {}
-    largest = 1
-    for kind, members in kinds.items():
-        count = num_series[kind]
-        for index in range(count):
-            joined = members[index * len(members) // count : (index + 1) * len(members) // count]
-            group_of |= dict.fromkeys(joined, _joined_name(joined))
-            largest = max(largest, len(joined))
-    return group_of, largest
+def _neighbours(kinds: list[list[str]]) -> list[list[str]]:
+    """Divide kinds into at least one series of neighbours each; one series is reserved for names that appear later."""
+    num_series = [1] * len(kinds)
+    for _ in range(MAX_SERIES - 1 - len(kinds)):  # each further series goes to the kind with the longest series
+        num_series[max(range(len(kinds)), key=lambda kind: len(kinds[kind]) / num_series[kind])] += 1
+    return [
+        members[index * len(members) // count : (index + 1) * len(members) // count]
+        for members, count in zip(kinds, num_series, strict=True)
+        for index in range(count)
+    ]
 
 
 def _joined_name(members: list[str]) -> str:
     first, last = members[0], members[-1]
-    if first == last:
-        return first
-    begin, end = _number_in(first), _number_in(last)
-    if begin is None or end is None or first[: begin.start()] != last[: end.start()]:
-        return f"{first}-{last}"
-    return f"{first[: begin.end()]}-{end[0]}{first[begin.end() :]}"
+    (begin, low, rest), (other_begin, high, _) = _around_number(first), _around_number(last)
+    if first == last or not (low and high) or begin != other_begin:
+        return first if first == last else f"{first}-{last}"
+    return f"{begin}{low}-{high}{rest}"
 
 
-def _number_in(name: str) -> re.Match[str] | None:
-    return _INDEX.search(name) or _DIGITS.search(name)
+def _around_number(name: str) -> tuple[str, str, str]:
+    """The name before, in and after the number that orders neighbours; a name without a number is all before."""
+    found = _NUMBERED[0].fullmatch(name) or _NUMBERED[1].fullmatch(name)
+    return (found[1], found[2], found[3]) if found else (name, "", "")
