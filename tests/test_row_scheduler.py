@@ -128,7 +128,7 @@ def test_neighbours_of_one_owner_merge_when_too_many_rows_wait(monkeypatch: pyte
     for number in range(50):
         row_scheduler.put(first, OwnRow([number]))
         row_scheduler.put(second, OwnRow([100 + number]))
-        assert row_scheduler.num_waiting <= 5  # four, and the one that is being placed
+        assert len(row_scheduler.waiting) <= 5  # four, and the one that is being placed
     run.finish()
     own = split_rows(run.core.rows)[1]
     assert [number for number in own if number < 100] == list(range(50))

@@ -1,7 +1,4 @@
-"""The sink interface, with defaults that do nothing, and two sinks that stay on this machine.
-
-MemorySink keeps lists for tests, notebooks and other programs; ConsoleSink prints lines in a terminal.
-"""
+"""The sink interface, with defaults that do nothing, and two sinks that stay on this machine: memory and console."""
 
 import sys
 from collections import deque
@@ -136,27 +133,22 @@ class ConsoleSink(Sink):
 
 
 def summary_line(snapshot: Snapshot) -> str:
-    """Format a snapshot with at least one sample as one line; missing values are left out."""
-    total = snapshot.total
-    norms = snapshot.total_grad_norm
-    fields = [f"step {snapshot.steps[-1]} ({len(snapshot)} sample{'s' if len(snapshot) != 1 else ''})"]
-    fields += _field("grad_norm", float(norms[-1]))
-    fields += _field("max", float(np.fmax.reduce(norms)))
+    """Format a snapshot with at least one sample as one line; missing values and counts of 0 are left out."""
+    norms, total = snapshot.total_grad_norm, snapshot.total
     largest = np.fmax.reduce(snapshot.grad_norm, axis=0)
+    fields = [f"step {snapshot.steps[-1]} ({len(snapshot)} sample{'s' if len(snapshot) != 1 else ''})"]
+    fields += _value("grad_norm", norms[-1]) + _value("max", np.fmax.reduce(norms))
     if not np.isnan(largest).all():
         worst = int(np.nanargmax(largest))
-        fields.append(f"largest {snapshot.names[worst]} {number(float(largest[worst]))}")
-    if snapshot.names:
-        fields += _count("NaN", float(np.nansum(total.num_nan))) + _count("Inf", float(np.nansum(total.num_inf)))
-    fields += _field("clip_ratio", snapshot.clip_ratio)
-    fields += _count("loss_scale", float(snapshot.loss_scale[-1]))
-    fields += _count("skipped", float(np.count_nonzero(snapshot.skipped)))
-    fields += _count("withheld", snapshot.num_guarded_steps)
+        fields += _value(f"largest {snapshot.names[worst]}", largest[worst])
+    fields += _count("NaN", np.nansum(total.num_nan)) + _count("Inf", np.nansum(total.num_inf))
+    fields += _value("clip_ratio", snapshot.clip_ratio) + _count("loss_scale", snapshot.loss_scale[-1])
+    fields += _count("skipped", np.count_nonzero(snapshot.skipped)) + _count("withheld", snapshot.num_guarded_steps)
     return "  ".join(fields)
 
 
-def _field(name: str, value: float) -> list[str]:
-    return [] if np.isnan(value) else [f"{name} {number(value)}"]
+def _value(name: str, value: float) -> list[str]:
+    return [] if np.isnan(value) else [f"{name} {number(float(value))}"]
 
 
 def _count(name: str, value: float) -> list[str]:

@@ -48,11 +48,7 @@ _MEDIA_COUNTERS: Final = ("_local_step", "_step")  # the names in different vers
 
 
 class RowScheduler:
-    """Logs queued rows to a W&B run by the rules at the top of this file.
-
-    Owns the replacement of the run's log method, the queue (`RowQueue`), the state of the open row (`OpenRow`), and the
-    callbacks before the run's end.
-    """
+    """Logs queued rows to a W&B run by the rules at the top of this file, and calls back before the run's end."""
 
     def __init__(self, run: Any) -> None:
         self.ended = False
@@ -67,7 +63,7 @@ class RowScheduler:
         self._from_event_files = _syncs_tensorboard() and not self._shared
         self._in_open_row: dict[object, Row] = {}  # our rows in the open row by owner; used with event files only
         self._may_be_later = False  # the row that contains them may have a later step than the mirror's
-        self._waiting = RowQueue()
+        self.waiting = RowQueue()
         self._open = OpenRow(run.starting_step)
         # Held from reading the open row's state to the end of the log call. Re-entrant, because a signal handler can
         # log or finish the run at any point in this code.
@@ -90,10 +86,6 @@ class RowScheduler:
             run._log = self._user_log
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def is_unanswered(self) -> bool:
         """Whether W&B's process has not answered the last query, so that it probably hangs."""
         return self._answer is not None and not self._answer.done()
@@ -107,10 +99,10 @@ class RowScheduler:
         if self._from_event_files and not commit:
             self._put_into_open_row(owner, row)
             return
-        self._waiting.put(owner, row)
+        self.waiting.put(owner, row)
         has_called = self._calls_at_last_put != self.num_user_calls
         self._calls_at_last_put = self.num_user_calls
-        self.is_starved = not has_called and self._waiting.has_several_of(owner)
+        self.is_starved = not has_called and self.waiting.has_several_of(owner)
         if commit or self._shared:
             self._log_all()
         elif not self._sees_calls or self.is_starved:
@@ -133,7 +125,7 @@ class RowScheduler:
         Returns:
             Whether the call logged `data` too.
         """
-        part = self._waiting.next_part()
+        part = self.waiting.next_part()
         if part is None or self._is_placing:
             return False
         self._is_placing = True
@@ -141,7 +133,7 @@ class RowScheduler:
             if data is not None and part.keys().isdisjoint(data):
                 self._joined_at = self._open.step
                 self._log({**part, **data}, step=None, commit=True)
-                self._waiting.remove(part)
+                self.waiting.remove(part)
                 return True
             self._log_part(part, step, commit)
         except BaseException:
@@ -149,15 +141,15 @@ class RowScheduler:
             raise
         finally:
             self._is_placing, self._joined_at = False, None
-        self._waiting.remove(part)
+        self.waiting.remove(part)
         self._open.note_call(step, commit, own=True)
         return False
 
     def _remove_if_joined(self) -> None:
         """Remove the part whose call was interrupted if W&B has logged it: its row is closed, so it must not return."""
-        part, joined_at = self._waiting.next_part(), self._joined_at
+        part, joined_at = self.waiting.next_part(), self._joined_at
         if part is not None and joined_at is not None and self._look_at_step() and self._open.step > joined_at:
-            self._waiting.remove(part)
+            self.waiting.remove(part)
 
     def _log_part(self, part: dict[str, Any], step: int | None, commit: bool) -> None:
         if self._open.timestamp is not None and (step is None or step == self._open.step):
@@ -187,9 +179,9 @@ class RowScheduler:
             if self._is_placing:
                 self._remove_if_joined()
                 self._is_placing = self._open.has_own = False
-            if self._waiting.next_part() is not None and self._open.has_own:
+            if self.waiting.next_part() is not None and self._open.has_own:
                 self._look_at_step()
-            while self._waiting.next_part() is not None:
+            while self.waiting.next_part() is not None:
                 if self._open.has_own:
                     self._log({}, commit=True)
                     self._open.note_call(None, True)
@@ -216,7 +208,7 @@ class RowScheduler:
             closes = heeded_step is None if commit is None else bool(commit)
             dropped = heeded_step is not None and heeded_step < self._open.step
             is_logged: bool | None = False
-            if self._waiting and not dropped and not self.is_unanswered:
+            if self.waiting and not dropped and not self.is_unanswered:
                 may_join = step is None and not more and type(data) is dict
                 may_join = may_join and all([type(value) in (float, int) for value in data.values()])
                 is_logged = self._guarded(self._place_before, data, heeded_step, closes, may_join)
@@ -228,10 +220,10 @@ class RowScheduler:
     def _place_before(self, data: Any, step: int | None, closes: bool, may_join: bool) -> bool:
         """Place rows before the user's call. Returns whether the user's data is logged already, together with a row."""
         valid = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
-        if not valid or self._is_placing or self._waiting.next_part() is None:
+        if not valid or self._is_placing or self.waiting.next_part() is None:
             return False  # the call will raise, it comes from a signal handler in a placing, or the queue is empty
         jumps = self._open.is_left_by(step)
-        if step is not None and jumps and self._waiting.has_several():
+        if step is not None and jumps and self.waiting.has_several():
             self._fill_steps_before(step)
         places = closes and (jumps or not self._open.has_own)
         return places and self._place(step=step if jumps else None, data=data if may_join else None)
@@ -241,7 +233,7 @@ class RowScheduler:
         if not self._look_at_step():
             return
         free = self._open.step + 1 if self._open.has_own else self._open.step
-        while free < step and self._waiting.has_several():
+        while free < step and self.waiting.has_several():
             self._place(step=free)
             free += 1
 
@@ -324,7 +316,7 @@ class RowScheduler:
 
     def _stop(self) -> None:
         self.ended = True
-        self._waiting.clear()
+        self.waiting.clear()
         self._before_end.clear()
         self._forget_exit()
         if self._sees_calls and vars(self._run).get("_log") == self._user_log:
@@ -333,11 +325,9 @@ class RowScheduler:
 
 def row_scheduler_of(run: Any) -> RowScheduler:
     """The row scheduler of an active run. All watchers that log to the run share it."""
-    existing = vars(run).get(_ATTRIBUTE)
-    if existing is None:
-        # vars(), because an initialised run rejects unknown attributes.
-        existing = vars(run)[_ATTRIBUTE] = RowScheduler(run)
-    return existing  # type: ignore[no-any-return]
+    if _ATTRIBUTE not in vars(run):  # vars(), because an initialised run rejects unknown attributes
+        vars(run)[_ATTRIBUTE] = RowScheduler(run)
+    return vars(run)[_ATTRIBUTE]  # type: ignore[no-any-return]
 
 
 def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None]:

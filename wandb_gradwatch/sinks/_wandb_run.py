@@ -96,7 +96,7 @@ class WandbSink(Sink):
         self._row_scheduler: RowScheduler | None = None
         if not run.disabled:
             self._row_scheduler = row_scheduler_of(run)
-            self._define_metrics()
+            self._define_metrics(self._row_scheduler)
 
     def __repr__(self) -> str:
         return f"WandbSink(run={self.run.id!r})"
@@ -119,33 +119,31 @@ class WandbSink(Sink):
             return
         if not self._defined.issuperset(measured := (*snapshot.metrics, *snapshot.metric_histograms)):
             self._defined.update(measured)
-            self._define_metrics(measured)
+            self._define_metrics(row_scheduler, measured)
         if len(snapshot.metrics) > MAX_METRICS:
             self._say(
-                "There are %d metrics, but W&B shows at most %d well in a run. Measure fewer: the metrics in "
-                "watch(metrics=...) have arguments match= and statistics= that select modules, parameters and numbers.",
-                len(snapshot.metrics),
-                MAX_METRICS,
+                "metrics",
+                f"There are {len(snapshot.metrics)} metrics, but W&B shows at most {MAX_METRICS} well in a run. Measure "
+                "fewer: the metrics in watch(metrics=...) have arguments match= and statistics= that select modules, "
+                "parameters and numbers.",
             )
         first, last = int(snapshot.steps[0]), row_scheduler.last_steps.get(self._namespace, -1)
         is_first_row = not self._told_names
         if is_first_row and first <= last and not row_scheduler.has_told_repeated:
             row_scheduler.has_told_repeated = True
             self._say(
-                "W&B run %r already has gradients up to step %d of another training, and this one begins at step %d: "
-                "the charts draw both over the same steps. Give each training, such as a fold of a cross-validation, a "
-                "run of its own, or pass watch(..., start_step=%d) to continue after the other.",
-                self.run.id,
-                last,
-                first,
-                last,
+                "repeated",
+                f"W&B run {self.run.id!r} already has gradients up to step {last} of another training, and this one "
+                f"begins at step {first}: the charts draw both over the same steps. Give each training, such as a fold "
+                f"of a cross-validation, a run of its own, or pass watch(..., start_step={last}) to continue after the "
+                "other.",
             )
         row_scheduler.last_steps[self._namespace] = int(snapshot.steps[-1])
         grouped = self._grouped(snapshot)
         self._tell_order(list(grouped.names))
         row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace)
         row_scheduler.put(self, row, commit=self._commit)
-        if row_scheduler.is_starved and row_scheduler.num_waiting > 1 and not row_scheduler.is_unanswered:
+        if row_scheduler.is_starved and len(row_scheduler.waiting) > 1 and not row_scheduler.is_unanswered:
             self._show_newest(row, row_scheduler)
 
     @property
@@ -189,8 +187,8 @@ class WandbSink(Sink):
         if self._row_scheduler is None or not self._row_scheduler.ended:
             return self._row_scheduler
         if not self._row_scheduler.failed:  # of which the scheduler has told
-            ended = "W&B run %r has ended: gradients are no longer logged to it. Call watch() again in the next run."
-            self._say(ended, self.run.id)
+            ended = "has ended: gradients are no longer logged to it. Call watch() again in the next run."
+            self._say("ended", f"W&B run {self.run.id!r} {ended}")
         return None
 
     def _grouped(self, snapshot: Snapshot) -> Snapshot:
@@ -199,14 +197,11 @@ class WandbSink(Sink):
         if self._may_group and len(grouped.names) > MAX_SERIES:
             self._group_by, description = coarse_grouping(snapshot.names)
             grouped = snapshot.by_group(self._group_by)
-            logger.warning(
-                "wandb_gradwatch: of %d parameters W&B would show no more than %d well: they are logged as %d groups "
-                '(%s). To choose, pass group_by="parameter" for all, or group_by= a function from parameter name to '
-                "group name.",
-                len(snapshot.names),
-                MAX_SERIES,
-                len(grouped.names),
-                description,
+            self._say(
+                "grouped",
+                f"of {len(snapshot.names)} parameters W&B would show no more than {MAX_SERIES} well: they are logged "
+                f'as {len(grouped.names)} groups ({description}). To choose, pass group_by="parameter" for all, or '
+                "group_by= a function from parameter name to group name.",
             )
         return grouped
 
@@ -214,19 +209,20 @@ class WandbSink(Sink):
         """Update the run's summary while rows are queued because the script seldom or never calls `run.log()`."""
         shown = {keys.in_namespace(key, self._namespace) for key in (keys.STEP, *keys.SUMMARY)}
         self.run.summary.update({key: value for key, value in row.scalars().items() if key in shown})
-        if row_scheduler.num_user_calls == 0 and row_scheduler.num_waiting >= _STARVED_WINDOWS:
+        if row_scheduler.num_user_calls == 0 and len(row_scheduler.waiting) >= _STARVED_WINDOWS:
             self._say(
-                "%d rows of gradients are queued because the script has not called run.log() yet. They are logged when "
-                "the script calls run.log(), or when the run ends; a process that is killed (SIGTERM, os._exit) loses "
-                "them. If the script never calls run.log(), use watch(..., sinks=[WandbSink(commit=True)]).",
-                row_scheduler.num_waiting,
+                "queued",
+                f"{len(row_scheduler.waiting)} rows of gradients are queued because the script has not called "
+                "run.log() yet. They are logged when the script calls run.log(), or when the run ends; a process that "
+                "is killed (SIGTERM, os._exit) loses them. If the script never calls run.log(), use watch(..., "
+                "sinks=[WandbSink(commit=True)]).",
             )
 
-    def _say(self, message: str, *args: object) -> None:
-        """Log a warning once per message."""
-        if message not in self._said:
-            self._said.add(message)
-            logger.warning(f"wandb_gradwatch: {message}", *args)
+    def _say(self, kind: str, text: str) -> None:
+        """Log a warning once per kind."""
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("wandb_gradwatch: %s", text)
 
     def _tell_order(self, names: list[str]) -> None:
         """Save the names in the run's config in the model's order, which the history loses; warn about shared keys."""
@@ -240,23 +236,21 @@ class WandbSink(Sink):
             by_key.setdefault(keys.in_key(name), []).append(repr(name))
         if clashes := [" and ".join(group) for group in by_key.values() if len(group) > 1]:
             self._say(
-                "W&B keys have / in place of every dot, so %s share one series, which shows only the last of them. "
-                "Rename one, or put it into a group of its own with group_by=.",
-                "; ".join(clashes[:3]),
+                "clash",
+                f"W&B keys have / in place of every dot, so {'; '.join(clashes[:3])} share one series, which shows only "
+                "the last of them. Rename one, or put it into a group of its own with group_by=.",
             )
         for detail, pattern in self._details.items() if isinstance(self._details, dict) else ():
             if not any(re.search(pattern, name) for name in names):
-                message = "details: %r is logged for no layer, because %r matches no name; the first names are %s."
-                self._say(message, detail, pattern, names[:3])
+                why = f"because {pattern!r} matches no name; the first names are {names[:3]}."
+                self._say("details", f"details: {detail!r} is logged for no layer, {why}")
 
-    def _define_metrics(self, metrics: Iterable[str] = ()) -> None:
+    def _define_metrics(self, row_scheduler: RowScheduler, metrics: Iterable[str] = ()) -> None:
         """Call `run.define_metric` once for each of our keys, the step first."""
-        assert self._row_scheduler is not None
-        known = self._row_scheduler.defined
-        definitions = keys.definitions(map(keys.in_key, metrics), self._namespace)
-        for key, is_in_summary in ({keys.STEP: True} | definitions).items():
-            if key not in known:
-                known.add(key)
+        definitions = {keys.STEP: True} | keys.definitions(map(keys.in_key, metrics), self._namespace)
+        for key, is_in_summary in definitions.items():
+            if key not in row_scheduler.defined:
+                row_scheduler.defined.add(key)
                 # Without step_sync=False, W&B adds our step to rows of the user that contain a key of these families.
                 options = {} if key == keys.STEP else {"step_metric": keys.STEP, "step_sync": False}
                 # W&B would send a histogram in the summary again every few seconds.
