@@ -9,14 +9,11 @@ A custom loop with Accelerate needs no callback: call `watcher = wandb_gradwatch
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from .._capture.parameter_registry import with_prefixes
-from ..metrics._forward_hooks import ROOT, ForwardHooks, ModuleIndex
 from ..snapshot import keys
 from ._session import DEFAULT_LOG_EVERY, Session, Watching, active_run, is_due, logger, named, require
 
@@ -36,8 +33,7 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
     `gradwatch/grad_norm`, `grad_mean`, `grad_std` and `grad_sparsity` of every `logging_steps`-th step, or of the next
     measured step (`sample_every=1` measures all). During training, `callback.watcher` is the Watcher.
 
-    `gradwatch/loss` is the loss that the model returns. If the Trainer's `compute_loss` computes another loss, pass it
-    to `callback.watcher.loss(...)` there.
+    `gradwatch/loss` is the loss of which the Trainer computes gradients, averaged over micro-batches as the Trainer does.
 
     Each checkpoint contains a file `gradwatch.pt`, with the state of alerts and rules and the row that is not complete,
     for resuming. The file is searched in `TrainingArguments.resume_from_checkpoint` and in the checkpoint folders of
@@ -67,14 +63,12 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
         self.log_every = log_every
         self.per_layer = per_layer
         self._run = run
-        self._forwards: ForwardHooks | None = None  # set during training
-        self._share_of: int = 1  # the factor for the loss of a micro-batch that is a share of the whole loss
 
     # The Trainer has no event for exceptions: after one, the watcher stays until the next training or the model's end.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Begin to watch. The run exists, the model is wrapped and the step is restored at this event."""
-        self._end_session()
+        self._session.end()
         if state.global_step:
             self._restore(args, state)
         self._begin(args, state, model)
@@ -102,22 +96,8 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Flush and stop watching."""
-        self._end_session()
-        self._note_samples(args, state)
-
-    def _forward_done(self, name: str, module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        is_mapping = isinstance(output, Mapping)
-        loss = output.get("loss") if is_mapping else output[0] if isinstance(output, tuple) and output else None
-        if self.watcher is None or not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            return
-        is_share = kwargs.get("num_items_in_batch") is not None  # the model has divided by all micro-batches' tokens
-        self.watcher.loss(loss.detach() * self._share_of if is_share else loss, is_share=is_share)
-
-    def _end_session(self) -> None:
-        if self._forwards is not None:
-            self._forwards.remove()
-            self._forwards = None
         self._session.end()
+        self._note_samples(args, state)
 
     def _begin(self, args: Any, state: Any, model: Any) -> None:
         asked = os.environ.get("WANDB_WATCH", "")  # the Trainer reads the same variable
@@ -128,13 +108,6 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
             log=self._session.options.get("log", asked if asked in ("parameters", "all") else "gradients"),
             run=active_run() if self._run is None else self._run,
         )
-        # Take the loss from the model's output, because callbacks of the Trainer do not get it before the update.
-        if self.watcher is not None and args.n_gpu <= 1:
-            # The Trainer multiplies the loss by this factor after the forward.
-            self._share_of = args.world_size if args.average_tokens_across_devices else 1
-            self._forwards = ForwardHooks(type(self).__name__, ModuleIndex(with_prefixes(model)))
-            self._forwards.hook(lambda name, _: name == ROOT, self._forward_done)
-            self._forwards.open()
 
     def _restore(self, args: Any, state: Any) -> None:
         """Load this callback's file from the checkpoint that the Trainer has resumed from."""
