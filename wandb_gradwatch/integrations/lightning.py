@@ -212,19 +212,19 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
         self._every, self._trainer = every, weakref.ref(trainer)
         self._places, self._new, self._due = {}, [], {}
-        options = self._session.options
         ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
         self._before = ours[: ours.index(self)] if self in ours else []  # those that precede this one in the trainer
         self._namespace = f"callback{len(self._before)}" if self._before else ""
-        of_rows: dict[str, Any] = {"group_by": options.get("group_by", "parameter"), "namespace": self._namespace}
-        of_rows |= {"rows": every > 0, "details": options.get("details", ())}
+        asked: dict[str, Any] = {"group_by": "parameter", "details": ()} | self._session.options
+        of_rows = {"namespace": self._namespace, "group_by": asked["group_by"], "details": asked["details"]}
+        numbers_of = self._named_numbers if every else None
         self._session.begin(
             pl_module,
             beside=[callback.watcher for callback in ours if callback is not self and callback.watcher is not None],
             goes_on=trainer.global_step > 0,
             defaults=self._default_rules,
             log_every=every or DEFAULT_LOG_EVERY,  # without rows, alerts still need windows
-            sinks=[_NamedWandbSink(run, self._named_numbers, **of_rows) for run in _runs_of(trainer, self._run)],
+            sinks=[_NamedWandbSink(run, numbers_of, **of_rows) for run in _runs_of(trainer, self._run)],
         )
 
     def _default_rules(self) -> list[Rule]:
@@ -312,10 +312,10 @@ def _place_of(trainer: Any) -> _BatchPlace:
 def _log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, with_wandb: bool) -> None:
     """Log numbers to every logger under their own step, and model-wide numbers to callback_metrics.
 
-    This does not use log_dict, which logs at another step of the trainer or never, takes 0.3 ms per name, and demands a
-    collective to average numbers that are equal on all ranks. `with_wandb=False` omits W&B's loggers, because their
-    runs receive the numbers in the rows of the sinks.
+    `with_wandb=False` omits W&B's loggers, because their runs receive the numbers in the rows of the sinks.
     """
+    # Not by log_dict, which logs at another step of the trainer or never, takes 0.3 ms per name, and demands a
+    # collective to average numbers that are equal on all ranks.
     if not numbers:
         return
     for logger in trainer.loggers if trainer.is_global_zero else ():
@@ -328,15 +328,12 @@ def _log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, 
 class _NamedWandbSink(WandbSink):
     """A W&B sink that adds numbers under the framework's own names to its rows."""
 
-    def __init__(
-        self, run: Any, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool, **options: Any
-    ) -> None:
+    def __init__(self, run: Any, numbers_of: Callable[[int], Mapping[str, float]] | None, **options: Any) -> None:
         super().__init__(run, **options)
-        self._numbers_of = numbers_of  # from a sample's step to its additional numbers by key
-        self._writes_rows = rows  # False: only alerts are sent
+        self._numbers_of = numbers_of  # from a sample's step to its additional numbers by key; None: only alerts
 
     def write(self, snapshot: Snapshot) -> None:
-        if not self._writes_rows:
+        if self._numbers_of is None:
             return
         numbers_S = [self._numbers_of(int(step)) for step in snapshot.steps]
         keys = dict.fromkeys(key for numbers in numbers_S for key in numbers)
@@ -346,12 +343,10 @@ class _NamedWandbSink(WandbSink):
 
 def _runs_of(trainer: Any, run: Any) -> list[Any]:
     """The user's run; otherwise, on rank 0, the runs of the WandbLoggers, or else the active run."""
-    runs = [] if run is None else [run]
-    if not runs and trainer.is_global_zero:
-        runs = [logger.experiment for logger in trainer.loggers if _is_wandb(logger)]
-        if not runs and (active := active_run()) is not None:
-            runs = [active]
-    return list({id(each): each for each in runs}.values())
+    if run is not None or not trainer.is_global_zero:
+        return [] if run is None else [run]
+    runs = [logger.experiment for logger in trainer.loggers if _is_wandb(logger)] or [active_run()]
+    return list({id(each): each for each in runs if each is not None}.values())
 
 
 def _is_wandb(logger: Any) -> bool:
