@@ -143,7 +143,7 @@ def summary_line(snapshot: Snapshot) -> str:
         fields += _value(f"largest {snapshot.names[worst]}", largest[worst])
     fields += _count("NaN", np.nansum(total.num_nan)) + _count("Inf", np.nansum(total.num_inf))
     fields += _value("clip_ratio", snapshot.clip_ratio) + _count("loss_scale", snapshot.loss_scale[-1])
-    fields += _count("skipped", np.count_nonzero(snapshot.skipped)) + _count("withheld", snapshot.num_guarded_steps)
+    fields += _count("skipped", snapshot.skipped.sum()) + _count("withheld", snapshot.num_guarded_steps)
     return "  ".join(fields)
 
 

@@ -1,5 +1,4 @@
-"""One window as a row of the W&B history: plain numbers under the keys that users see. The numbers are converted to
-W&B's types only when the row is logged.
+"""One window as a row of the W&B history: plain numbers under the keys that users see, which become W&B's types later.
 
 History rows are mergeable: HistoryRow.of(a.merge(b)) equals HistoryRow.of(a).merge(HistoryRow.of(b)). The size of a row
 does not depend on the number of samples. A missing value has no key; it is never logged as NaN or 0.
@@ -123,20 +122,19 @@ class HistoryRow:
         if len(snapshot) > 1:
             latest = Snapshot(snapshot.steps[-1:], names, last_present(snapshot.rows, snapshot.present)[None])
         shown_P = np.logical_or.reduce(snapshot.present, axis=0).tolist()
-        of_metrics: dict[str, Number] = {}
+        last = _newest(snapshot)
         largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
         largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         summed: dict[str, Number] = {keys.NUM_SKIPPED_STEPS: int(np.count_nonzero(snapshot.skipped))}
         for name, values_S in snapshot.metrics.items():
             if keys.is_count(name):
                 summed[name] = int(sum(_known(values_S)))
-            elif name not in _OF_SAMPLES and not name.startswith(keys.WIRING):
-                of_metrics[keys.in_key(name)] = (_known(values_S) or [math.nan])[-1]
+            elif name not in _OF_SAMPLES and not name.startswith(keys.WIRING) and (known := _known(values_S)):
+                last[keys.in_key(name)] = known[-1]
             if name.startswith(keys.TOTAL):
                 total_max = keys.in_key(keys.TOTAL_MAX + name.removeprefix(keys.TOTAL))
                 largest[total_max] = float(np.fmax.reduce(values_S))
         summed |= _num_nonfinite(snapshot, shown_P)
-        last = _newest(snapshot) | _present(of_metrics)
         patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
         for family in (*_FAMILIES, *(keys.DETAILS[name] for name in details)):
             values, asked_P = _named(family, names, getattr(latest, family)[0]), shown_P
@@ -164,11 +162,11 @@ class HistoryRow:
         """Merge this row with a later one into the row of both windows."""
         wholes = [whole for whole in (self.whole, later.whole) if whole is not None]
         both = wholes[0].merge(*wholes[1:]) if wholes else None
+        largest = {key: max(value, self.largest.get(key, value)) for key, value in later.largest.items()}
         return replace(
             later,
             last=self.last | later.last,
-            largest=self.largest
-            | {key: max(value, self.largest.get(key, value)) for key, value in later.largest.items()},
+            largest=self.largest | largest,
             summed=self.summed | {key: value + self.summed.get(key, 0) for key, value in later.summed.items()},
             samples={key: value + later.samples[key] for key, value in self.samples.items()},
             whole=None if both is None else _whole(both, _counted_rows(both)),
