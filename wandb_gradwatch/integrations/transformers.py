@@ -33,7 +33,7 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
     `gradwatch/grad_norm`, `grad_mean`, `grad_std` and `grad_sparsity` of every `logging_steps`-th step, or of the next
     measured step (`sample_every=1` measures all). During training, `callback.watcher` is the Watcher.
 
-    `gradwatch/loss` is the loss of which the Trainer computes gradients, averaged over micro-batches as the Trainer does.
+    `gradwatch/loss` is the loss that the Trainer differentiates, averaged over micro-batches as the Trainer does.
 
     Each checkpoint contains a file `gradwatch.pt`, with the state of alerts and rules and the row that is not complete,
     for resuming. The file is searched in `TrainingArguments.resume_from_checkpoint` and in the checkpoint folders of

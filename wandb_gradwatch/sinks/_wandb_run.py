@@ -123,9 +123,9 @@ class WandbSink(Sink):
         if len(snapshot.metrics) > MAX_METRICS:
             self._say(
                 "metrics",
-                f"There are {len(snapshot.metrics)} metrics, but W&B shows at most {MAX_METRICS} well in a run. Measure "
-                "fewer: the metrics in watch(metrics=...) have arguments match= and statistics= that select modules, "
-                "parameters and numbers.",
+                f"There are {len(snapshot.metrics)} metrics, but W&B shows at most {MAX_METRICS} well in a run. "
+                "Measure fewer: the metrics in watch(metrics=...) have arguments match= and statistics= that select "
+                "modules, parameters and numbers.",
             )
         first, last = int(snapshot.steps[0]), row_scheduler.last_steps.get(self._namespace, -1)
         is_first_row = not self._told_names
@@ -237,8 +237,8 @@ class WandbSink(Sink):
         if clashes := [" and ".join(group) for group in by_key.values() if len(group) > 1]:
             self._say(
                 "clash",
-                f"W&B keys have / in place of every dot, so {'; '.join(clashes[:3])} share one series, which shows only "
-                "the last of them. Rename one, or put it into a group of its own with group_by=.",
+                f"W&B keys have / in place of every dot, so {'; '.join(clashes[:3])} share one series, which shows "
+                "only the last of them. Rename one, or put it into a group of its own with group_by=.",
             )
         for detail, pattern in self._details.items() if isinstance(self._details, dict) else ():
             if not any(re.search(pattern, name) for name in names):
@@ -272,16 +272,10 @@ def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
         return natural, descriptions[natural]
     # A level with few groups leaves none to join. If every level has few (a long ParameterList), join the names.
     finer = {level: groups for level, groups in groups_of.items() if len(groups) > MAX_SERIES} or {str: list(names)}
-    for level, groups in finer.items():
-        kinds: dict[tuple[str, bool, str], list[str]] = {}  # groups whose names differ only in their number
-        for group in groups:
-            before, number, after = _around_number(group)
-            kinds.setdefault((before, bool(number), after), []).append(group)
-        series = _neighbours(list(kinds.values()))
-        if len(kinds) < MAX_SERIES:
-            break
-    else:  # the names have no numbers: join neighbours of any kind
-        series = _neighbours([groups])
+    kinds_of = {level: _kinds(groups) for level, groups in finer.items()}
+    level = next((level for level, kinds in kinds_of.items() if len(kinds) < MAX_SERIES), list(finer)[-1])
+    has_numbers = len(kinds_of[level]) < MAX_SERIES  # otherwise join neighbours of any kind
+    series = _neighbours(kinds_of[level] if has_numbers else [finer[level]])
     series_of = {group: _joined_name(members) for members in series for group in members}
     description = f"up to {max(map(len, series))} neighbours of one kind each"
     return (lambda name: series_of.get(level(name), _LATER)), description
@@ -289,6 +283,15 @@ def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
 
 def _prefix(depth: int) -> Grouping:
     return lambda name: ".".join(name.split(".")[:depth])
+
+
+def _kinds(groups: list[str]) -> list[list[str]]:
+    """Put groups together whose names differ only in their number."""
+    kinds: dict[tuple[str, bool, str], list[str]] = {}
+    for group in groups:
+        before, number, after = _around_number(group)
+        kinds.setdefault((before, bool(number), after), []).append(group)
+    return list(kinds.values())
 
 
 def _neighbours(kinds: list[list[str]]) -> list[list[str]]:
