@@ -6,7 +6,6 @@ does not depend on the number of samples. A missing value has no key; it is neve
 
 import itertools
 import math
-import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +42,6 @@ _SHOWN: Final = 0.999
 _STICKY_OCTAVES: Final = 2  # a range is kept until it is too narrow, or more than this many octaves too wide
 _LOWER_EDGES_K: Final = np.arange(NUM_LOGGED_BINS + 1) - HALF_BINS - 0.5  # in bin widths; dyadic, so short in JSON
 _FINITE_EDGES: Final = np.nan_to_num(histogram_edges())  # of the snapshot's bins
-
-# Names of further statistics of every layer; or a dict from such a name to a regex to search for in layers' names.
-Details = Sequence[str] | Mapping[str, str]
 
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
 # Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
@@ -114,9 +110,9 @@ class HistoryRow:
 
     @classmethod
     def of(
-        cls, snapshot: Snapshot, details: Details = (), rebinner: Rebinner | None = None, namespace: str = ""
+        cls, snapshot: Snapshot, details: Mapping[str, str] = {}, rebinner: Rebinner | None = None, namespace: str = ""
     ) -> "HistoryRow":
-        """Make the row of a window with at least one sample; `details` selects statistics out of keys.DETAILS."""
+        """Make the row of a window with at least one sample; `details`: names in keys.DETAILS, with patterns."""
         names = snapshot.names
         latest = snapshot  # one sample with each name's last present row
         if len(snapshot) > 1:
@@ -135,13 +131,12 @@ class HistoryRow:
                 total_max = keys.in_key(keys.TOTAL_MAX + name.removeprefix(keys.TOTAL))
                 largest[total_max] = float(np.fmax.reduce(values_S))
         summed |= _num_nonfinite(snapshot, shown_P)
-        patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
-        for family in (*_FAMILIES, *(keys.DETAILS[name] for name in details)):
-            values, asked_P = _named(family, names, getattr(latest, family)[0]), shown_P
-            if family in patterns:
-                found_P = (re.search(patterns[family], name) is not None for name in names)
-                asked_P = list(map(operator.and_, shown_P, found_P))
-            last |= itertools.compress(values, asked_P)
+        patterns = dict.fromkeys(_FAMILIES, "") | {keys.DETAILS[name]: details[name] for name in details}
+        for family, pattern in patterns.items():
+            asked_P = shown_P
+            if pattern:
+                asked_P = [shown and bool(re.search(pattern, name)) for shown, name in zip(shown_P, names, strict=True)]
+            last |= itertools.compress(_named(family, names, getattr(latest, family)[0]), asked_P)
         clipped = _known(snapshot.clipped)
         changed = int(np.count_nonzero(snapshot.changed))
         counted_PC = _counted_rows(snapshot)

@@ -1,7 +1,7 @@
 """A sink that logs snapshots and alerts to a W&B run. The user owns the run: the sink does not start or finish it."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -9,7 +9,7 @@ from ..rules import Alert
 from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import GroupBy, group_function
 from ._base import Sink
-from ._history_row import Details, HistoryRow, Rebinner, TableRow
+from ._history_row import HistoryRow, Rebinner, TableRow
 from ._row_scheduler import RowScheduler, logger, row_scheduler_of
 
 MAX_METRICS: Final = 10_000  # W&B recommends fewer distinct metrics in a run
@@ -22,10 +22,12 @@ _LATER: Final = "later"  # the group of names that appear after the grouping was
 _NUMBERED: Final = (re.compile(r"((?:.*\.)?)(\d+)((?:\..*)?)"), re.compile(r"((?:.*\D)?)(\d+)(\D*)"))
 
 Grouping = Callable[[str], str]
+# Names of further statistics of every layer; or a dict from such a name to a regex to search for in layers' names.
+Details = Sequence[str] | Mapping[str, str]
 
 
-def check_details(details: Details) -> Details:
-    """Check `details` and return a copy, which the caller cannot change later."""
+def check_details(details: Details) -> dict[str, str]:
+    """Check `details` and return the pattern of each; "" matches all layers."""
     if isinstance(details, Mapping):
         for name, pattern in details.items():
             try:
@@ -36,7 +38,7 @@ def check_details(details: Details) -> Details:
     is_several = isinstance(details, Collection) and not isinstance(details, str)
     if not is_several or any(name not in known for name in details):
         raise ValueError(f"details={details!r} must be a sequence, or a dict from name to pattern, of names in {known}")
-    return dict(details) if isinstance(details, Mapping) else tuple(details)
+    return dict(details) if isinstance(details, Mapping) else dict.fromkeys(details, "")
 
 
 class WandbSink(Sink):
@@ -240,8 +242,8 @@ class WandbSink(Sink):
                 f"W&B keys have / in place of every dot, so {'; '.join(clashes[:3])} share one series, which shows "
                 "only the last of them. Rename one, or put it into a group of its own with group_by=.",
             )
-        for detail, pattern in self._details.items() if isinstance(self._details, dict) else ():
-            if not any(re.search(pattern, name) for name in names):
+        for detail, pattern in self._details.items():
+            if pattern and not any(re.search(pattern, name) for name in names):
                 why = f"because {pattern!r} matches no name; the first names are {names[:3]}."
                 self._say("details", f"details: {detail!r} is logged for no layer, {why}")
 
