@@ -412,19 +412,25 @@ def test_the_log_history_can_be_written(tmp_path: Path) -> None:
     assert saved["log_history"] == trainer.state.log_history
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_models_loss_is_that_of_each_step_averaged_over_its_micro_batches(accumulate: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulate", "factor"), [(1, 1.0), (2, 1.0), (2, 3.0)])
+def test_the_loss_is_that_of_each_step_averaged_over_its_micro_batches(
+    accumulate: int, factor: float, tmp_path: Path
+) -> None:
+    """The loss is that of the Trainer's compute_loss, which may differ from the one that the model returns."""
     sink, model = MemorySink(), Net()
     callback = GradWatchCallback(sinks=[sink], sample_every=1)
-    trainer_of(
+    trainer = trainer_of(
         tmp_path,
         [callback],
         model=model,
         count=4,
         gradient_accumulation_steps=accumulate,
         learning_rate=0.0,  # the model does not change, so its losses can be recomputed
-    ).train()
-    losses = [loss_of(model.net.double(), batch.double()).item() for batch in batches(4)]
+    )
+    of_model = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: factor * of_model(*args, **kwargs)  # type: ignore[method-assign]
+    trainer.train()
+    losses = [factor * loss_of(model.net.double(), batch.double()).item() for batch in batches(4)]
     expected = [sum(losses[i : i + accumulate]) / accumulate for i in range(0, 4, accumulate)]
     assert sink.merged().metrics["gradwatch/loss"].tolist() == approx(expected)
     assert not any(module._forward_hooks for module in model.modules())  # no hooks are left on the model

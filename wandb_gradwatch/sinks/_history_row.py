@@ -49,12 +49,11 @@ _OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, k
 
 
 class Rebinner:
-    """Converts the mergeable histograms, with many uneven bins, to W&B histograms with 65 even bins around zero.
+    """Converts the mergeable histograms, of two bins per octave, to W&B histograms with 65 even bins around zero.
 
-    The mergeable histograms have two bins per octave from 2^-126 on, which is exact but unreadable as a heat map. A W&B
-    histogram has 65 even bins, with zero in the middle one. Its range is a power of two above the 99.9 % quantile of
-    |g|, so that a few outliers do not press all other elements into one bin; the outermost bins count the outliers. The
-    range of a key seldom changes, so that the rows of a heat map are comparable.
+    The range of a W&B histogram is a power of two above the 99.9 % quantile of |g|, so that a few outliers do not press
+    all other elements into one bin; the outermost bins count the outliers. The range of a key seldom changes, so that
+    the rows of a heat map are comparable.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,6 @@ class RowQueue:
 
     The lock is not held during a log call, so `put` never waits for one. The lock is re-entrant because a signal
     handler can log or finish the run at any point in this code.
-    When the queue holds more than MAX_WAITING rows, two neighbouring rows of one owner are merged.
     """
 
     def __init__(self) -> None:

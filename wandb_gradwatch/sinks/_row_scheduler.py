@@ -53,7 +53,7 @@ class RowScheduler:
     def __init__(self, run: Any) -> None:
         self.ended = False
         self.failed = False  # a row could not be logged, and none will be from then on; the run itself goes on
-        self.defined: set[str] = set()  # metric names and patterns that are defined in this run
+        self.defined: set[str] = set()  # keys, patterns and names of metrics that are defined in this run
         self.last_steps: dict[str, int] = {}  # by namespace: the step of the newest row, of any training in this run
         self.has_told_repeated = False  # that two trainings in this run have the same steps
         self.num_user_calls = 0
@@ -119,11 +119,8 @@ class RowScheduler:
     def _place(self, *, step: int | None = None, commit: bool = False, data: dict[str, Any] | None = None) -> bool:
         """Log the next part, if there is one; with `data`, in one call that closes the row, if they share no key.
 
-        A signal handler that logs in the middle of this method places no part. One that ends the run logs the same part
-        again, into the same open row and with the same keys.
-
-        Returns:
-            Whether the call logged `data` too.
+        Returns whether the call logged `data` too. A signal handler that logs in the middle of this method places no
+        part. One that ends the run logs the same part again, into the same open row and with the same keys.
         """
         part = self.waiting.next_part()
         if part is None or self._is_placing:
@@ -223,19 +220,14 @@ class RowScheduler:
         if not valid or self._is_placing or self.waiting.next_part() is None:
             return False  # the call will raise, it comes from a signal handler in a placing, or the queue is empty
         jumps = self._open.is_left_by(step)
-        if step is not None and jumps and self.waiting.has_several():
-            self._fill_steps_before(step)
+        if step is not None and jumps and self.waiting.has_several() and self._look_at_step():
+            # Queued rows take the steps that the user skips; the newest is kept for the row that the user opens.
+            free = self._open.step + self._open.has_own
+            while free < step and self.waiting.has_several():
+                self._place(step=free)
+                free += 1
         places = closes and (jumps or not self._open.has_own)
         return places and self._place(step=step if jumps else None, data=data if may_join else None)
-
-    def _fill_steps_before(self, step: int) -> None:
-        """Log queued rows at the steps that the user skips; the newest is kept for the row that the user opens."""
-        if not self._look_at_step():
-            return
-        free = self._open.step + 1 if self._open.has_own else self._open.step
-        while free < step and self.waiting.has_several():
-            self._place(step=free)
-            free += 1
 
     def _place_after(self, data: Any, step: int | None, closes: bool) -> None:
         # Users who pass step= close a row by the next jump, so a row of ours must join the row that a jump has opened.
@@ -246,15 +238,11 @@ class RowScheduler:
             self._place()
 
     def _look_at_step(self, *, waits: bool = False) -> bool:
-        """Query W&B for the step of the open row. A larger step than the mirror's means that rows were closed unseen.
+        """Query W&B for the step of the open row, and return whether it is known now; True if only the mirror is used.
 
-        `run.step` waits up to 30 s for W&B's process, so a thread reads it. Until the thread has an answer, no other
-        query is made. With `waits`, this method waits as long as `run.step` does, otherwise for PATIENCE.
-
-        Returns:
-            Whether the open row's step is known now; True as well if only the mirror is used.
-
-        Cost: one exchange with W&B's process, 0.5 to 2 ms.
+        A larger step than the mirror's means that rows were closed unseen. `run.step` waits up to 30 s for W&B's
+        process, so a thread reads it. Until the thread has an answer, no other query is made. With `waits`, this method
+        waits as long as `run.step` does, otherwise for PATIENCE. Cost: one exchange with W&B's process, 0.5 to 2 ms.
         """
         if not self._asks_step:
             return True

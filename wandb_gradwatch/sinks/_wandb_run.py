@@ -1,7 +1,7 @@
 """A sink that logs snapshots and alerts to a W&B run. The user owns the run: the sink does not start or finish it."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -86,14 +86,12 @@ class WandbSink(Sink):
             raise RuntimeError(f"W&B run {run.id!r} has ended; call wandb.init() again and pass the new run")
         group_function(group_by or "parameter")  # checks it
         self.run: Final = run  # the W&B run that the sink logs to
-        self._group_by: GroupBy = group_by or "parameter"
-        self._may_group = group_by is None  # coarser, where there are too many names
+        self._group_by = group_by  # None: one series per parameter, until there are too many names
         self._details = check_details(details)
         self._namespace = namespace
         self._commit = commit
         self._rebinner = Rebinner() if histograms else None
         self._said: set[str] = set()
-        self._defined: set[str] = set()
         self._told_names: list[str] = []
         self._row_scheduler: RowScheduler | None = None
         if not run.disabled:
@@ -119,8 +117,7 @@ class WandbSink(Sink):
         row_scheduler = self._live_scheduler()
         if row_scheduler is None or not len(snapshot):
             return
-        if not self._defined.issuperset(measured := (*snapshot.metrics, *snapshot.metric_histograms)):
-            self._defined.update(measured)
+        if not row_scheduler.defined.issuperset(measured := (*snapshot.metrics, *snapshot.metric_histograms)):
             self._define_metrics(row_scheduler, measured)
         if len(snapshot.metrics) > MAX_METRICS:
             self._say(
@@ -157,9 +154,6 @@ class WandbSink(Sink):
         """Log the flight recorder's samples as a table in a row of its own; online, only the newest at the run's end.
 
         An online run receives no table if the sink is closed before. The recorder's file is written in any case.
-
-        W&B stores a table as an artifact and contacts the server during `run.log`. A server that does not answer would
-        block the training, at the very step of an alert.
         """
         row_scheduler = self._live_scheduler()
         if row_scheduler is None or not rows:
@@ -167,7 +161,7 @@ class WandbSink(Sink):
         put = partial(row_scheduler.put, object(), TableRow(columns, rows))  # a unique owner: a table is never merged
         if self.run.offline:
             put(commit=self._commit)
-        else:
+        else:  # W&B uploads a table during `run.log`: a server that hangs would block the training
             row_scheduler.forget((self, "table"))
             row_scheduler.before_end((self, "table"), put)
 
@@ -195,8 +189,8 @@ class WandbSink(Sink):
 
     def _grouped(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with one name per series; a grouping that is chosen here is kept, and told once."""
-        grouped = snapshot.by_group(self._group_by)
-        if self._may_group and len(grouped.names) > MAX_SERIES:
+        grouped = snapshot.by_group(self._group_by or "parameter")
+        if self._group_by is None and len(grouped.names) > MAX_SERIES:
             self._group_by, description = coarse_grouping(snapshot.names)
             grouped = snapshot.by_group(self._group_by)
             self._say(
@@ -247,7 +241,7 @@ class WandbSink(Sink):
                 why = f"because {pattern!r} matches no name; the first names are {names[:3]}."
                 self._say("details", f"details: {detail!r} is logged for no layer, {why}")
 
-    def _define_metrics(self, row_scheduler: RowScheduler, metrics: Iterable[str] = ()) -> None:
+    def _define_metrics(self, row_scheduler: RowScheduler, metrics: Sequence[str] = ()) -> None:
         """Call `run.define_metric` once for each of our keys, the step first."""
         definitions = {keys.STEP: True} | keys.definitions(map(keys.in_key, metrics), self._namespace)
         for key, is_in_summary in definitions.items():
@@ -257,6 +251,7 @@ class WandbSink(Sink):
                 options = {} if key == keys.STEP else {"step_metric": keys.STEP, "step_sync": False}
                 # W&B would send a histogram in the summary again every few seconds.
                 self.run.define_metric(key, **options, **({} if is_in_summary else {"summary": "none"}))
+        row_scheduler.defined.update(metrics)
 
 
 def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
