@@ -21,11 +21,7 @@ DEFAULT_LOG_EVERY: Final = 50  # steps, if the framework logs by epochs or not a
 
 
 def require(*modules: str, extra: str) -> Any:
-    """Return the first of these modules that can be imported.
-
-    Raises:
-        ImportError: none of them can be imported; the message names the extra to install.
-    """
+    """Return the first of these modules that can be imported; otherwise raise an error that names the extra."""
     first: ImportError | None = None
     for module in modules:
         try:
@@ -49,9 +45,7 @@ class _AlertLog(Sink):
 class Session:
     """The watcher of one training, from the first step to the last, including checkpoints and resuming.
 
-    Raises:
-        TypeError: an option is not an argument of watch(), or is reserved. It is raised when the callback is made, not
-            when training starts.
+    Options that are not arguments of watch(), or are reserved, raise a TypeError when the callback is made.
     """
 
     def __init__(
@@ -129,10 +123,7 @@ class Session:
                 self.watcher = None
 
     def settle(self) -> None:
-        """Wait until the samples of all steps so far have arrived.
-
-        With a sharded model, call it on all ranks: it ends the window and merges the ranks' parts.
-        """
+        """Wait until all samples have arrived; of a sharded model, on all ranks: it ends the window to merge them."""
         if self.watcher is not None:
             self.watcher.wait()
             if self._is_sharded:
@@ -145,11 +136,7 @@ class Session:
         return taken
 
     def numbers(self, sample: Snapshot, *, per_layer: bool, sparsity: bool = True) -> dict[str, float]:
-        """Statistics of one sample by name.
-
-        Returns:
-            Model-wide statistics, and statistics of layers, whose names contain a slash. Missing values are left out.
-        """
+        """Statistics of one sample by name; those of layers have a slash in their names. Missing ones are left out."""
         if not sample.names:
             return {}
         numbers = {name: float(getattr(sample.total, name)[0, 0]) for name in ("grad_norm", "grad_mean", "grad_std")}
@@ -162,10 +149,7 @@ class Session:
         return {name: number for name, number in numbers.items() if number == number}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for resuming a training: numbers, strings, lists, dicts and tensors.
-
-        The state is the same on every rank. With a sharded model, call `state_dict` on all ranks.
-        """
+        """The state for resuming a training, in plain values and tensors; of a sharded model, on all ranks."""
         if self.watcher is not None:
             self.settle()
             return {"step": self.watcher.step, "watcher": self.watcher.state_dict()}
@@ -176,7 +160,7 @@ class Session:
 
 
 class Watching:
-    """The base class of the frameworks' callbacks: it provides `watcher`."""
+    """The base class of the frameworks' callbacks."""
 
     _session: Session
 

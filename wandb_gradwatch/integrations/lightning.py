@@ -291,8 +291,6 @@ def _described(value: Any) -> str:
 
 
 class _BatchPlace(NamedTuple):
-    """The batch and epoch of an update."""
-
     batch: int  # the loggers' step: index, from 0, among the batches that ended in an update
     epoch: int
 

@@ -114,7 +114,7 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
         given = args.resume_from_checkpoint
         folders = [Path(given)] if isinstance(given, str) and Path(given).is_dir() else []
         folders.append(_folder_of(args, state))
-        for path in (folder / _FILE for folder in folders if (folder / _FILE).exists()):
+        for path in filter(Path.exists, [folder / _FILE for folder in folders]):
             try:
                 saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
                 log, late, watched = (saved[name] for name in ("log", "late", "watched"))

@@ -70,7 +70,6 @@ class RowQueue:
             self._parts.popleft()
 
     def has_several_of(self, owner: object) -> bool:
-        """Whether at least two rows of this owner are queued."""
         return sum(queued.owner is owner for queued in self._waiting) + bool(self._parts) > 1
 
     def has_several(self) -> bool:
