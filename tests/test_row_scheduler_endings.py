@@ -100,19 +100,6 @@ def test_a_second_init_ends_the_first_run(start_run: Any) -> None:
     _assert_complete(first)
 
 
-@pytest.mark.parametrize("end", [lambda run: run.finish(), lambda run: run.__exit__(None, None, None)])
-def test_without_teardown_hooks_finish_itself_is_watched(
-    start_run: Any, monkeypatch: pytest.MonkeyPatch, end: Any
-) -> None:
-    import wandb.sdk.wandb_run
-
-    run = start_run()
-    monkeypatch.delattr(wandb.sdk.wandb_run, "TeardownHook")
-    _put_four(run)
-    end(run)
-    _assert_complete(run)
-
-
 _TENSORBOARD = """
 import sys, wandb, wandb_gradwatch, torch
 

@@ -321,8 +321,8 @@ def row_scheduler_of(run: Any) -> RowScheduler:
 def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None]:
     """Call `end`, which must be idempotent, before the run ends, whether by a call or by the end of the script.
 
-    run.finish(), wandb.finish(), `with wandb.init()` and a second wandb.init() run the teardown hooks. The normal end
-    of a script, sys.exit(), an exception and Ctrl-C do not. In those cases, atexit calls the newest handler first, so
+    run.finish(), wandb.finish(), `with wandb.init()` and a second wandb.init() call `run._finish`. The normal end of a
+    script, sys.exit(), an exception and Ctrl-C do not. In those cases, atexit calls the newest handler first, so
     our handler, registered after wandb.init(), runs before the handler that ends W&B's process. (If the user registers
     a handler that logs between wandb.init() and watch(), it runs after ours, and its rows follow ours.) The returned
     function unregisters the exit handler; call it after `end`.
@@ -333,20 +333,15 @@ def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None
         if os.getpid() == pid:  # a forked child inherits the handler but not the run
             end()
 
+    name = "_finish" if hasattr(run, "_finish") else "finish"
+    finish = getattr(run, name)
+
+    def finish_after_our_end(*args: Any, **kwargs: Any) -> Any:
+        end()
+        return finish(*args, **kwargs)
+
+    vars(run)[name] = finish_after_our_end
     atexit.register(end_at_exit)
-    try:
-        from wandb.sdk.wandb_run import TeardownHook, TeardownStage
-
-        run._teardown_hooks.append(TeardownHook(end, TeardownStage.EARLY))
-    except (ImportError, AttributeError):
-        name = "_finish" if hasattr(run, "_finish") else "finish"
-        finish = getattr(run, name)
-
-        def finish_after_our_end(*args: Any, **kwargs: Any) -> Any:
-            end()
-            return finish(*args, **kwargs)
-
-        vars(run)[name] = finish_after_our_end
     return lambda: atexit.unregister(end_at_exit)
 
 

@@ -305,10 +305,11 @@ def _neighbours(kinds: list[list[str]]) -> list[list[str]]:
 
 def _joined_name(members: list[str]) -> str:
     first, last = members[0], members[-1]
+    if first == last:
+        return first
     (begin, low, rest), (other_begin, high, _) = _around_number(first), _around_number(last)
-    if first == last or not (low and high) or begin != other_begin:
-        return first if first == last else f"{first}-{last}"
-    return f"{begin}{low}-{high}{rest}"
+    is_one_kind = low and high and begin == other_begin
+    return f"{begin}{low}-{high}{rest}" if is_one_kind else f"{first}-{last}"
 
 
 def _around_number(name: str) -> tuple[str, str, str]:
