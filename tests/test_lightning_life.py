@@ -242,6 +242,19 @@ def test_the_wandb_run_gets_our_rows_and_keeps_lightnings(start_run: Callable[..
     assert notes.series("train/grad_norm") == [(b, approx(norms[b])) for b in (1, 3, 5)]
 
 
+def test_many_parameters_are_grouped_in_wandb_as_by_watch(start_run: Callable[..., Any]) -> None:
+    run, module = start_run(), Regression()
+    module.unused = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(150))
+    trainer_of(GradWatchCallback(log_every_n_steps=1), notes=pl.loggers.WandbLogger(experiment=run)).fit(
+        module, loader(2)
+    )
+    run.finish()
+    [row] = [row for row in history(run) if row.get("gradwatch/step") == 2]
+    series = [key for key in row if key.startswith("grad_norm/")]
+    assert series
+    assert not any(key.startswith("grad_norm/net/0/weight") for key in series)
+
+
 def test_0_steps_leaves_only_alerts_and_epochs_in_wandb(start_run: Callable[..., Any]) -> None:
     run = start_run()
     callback = GradWatchCallback(sample_every=1, log_every_n_steps=0, explosion_threshold=1e-3)

@@ -215,7 +215,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
         self._before = ours[: ours.index(self)] if self in ours else []  # those that precede this one in the trainer
         self._namespace = f"callback{len(self._before)}" if self._before else ""
-        asked: dict[str, Any] = {"group_by": "parameter", "details": ()} | self._session.options
+        asked: dict[str, Any] = {"group_by": None, "details": ()} | self._session.options
         of_rows = {"namespace": self._namespace, "group_by": asked["group_by"], "details": asked["details"]}
         numbers_of = self._named_numbers if every else None
         self._session.begin(
