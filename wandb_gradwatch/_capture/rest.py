@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import num_nodes_made
 from .._runtime.error_boundary import contained
-from .._runtime.steps import STEP_HOOKS, QuickCount, StepCounter
-from .._runtime.weak_ids import WeakKeyDictionary
+from .._runtime.steps import STEP_HOOKS, OptimizerTable, QuickCount, StepCounter
 from .clock import Closed
 from .open_sample import OpenSample
 from .parts import CaptureParts
@@ -138,7 +137,7 @@ class StepRest(Rest):
         self._thread, self._last_node = get_ident(), num_nodes_made()
         self._is_only_one = parts.optimizers.num_known == 1  # no other optimizer owns a watched parameter
         # The optimizers whose steps are counted, with their keys; a step of another one ends the rest.
-        self._makers: WeakKeyDictionary[Optimizer, tuple[int, ScaledSteps]] = WeakKeyDictionary()
+        self._makers: OptimizerTable[tuple[int, ScaledSteps]] = OptimizerTable()
         for key, one in makers.items():
             self._makers[one] = key, SCALERS.steps_of(one)
         # The keys of those that step in every sample and complete it; without any, every step is a sample.

@@ -19,10 +19,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .._measure.elements import onto
-from .._runtime.error_boundary import CallbackError
+from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.notices import CannotWatchError
-from .._runtime.steps import STEP_HOOKS, Listener, Listeners, parameters_of
-from .._runtime.weak_ids import WeakKeyDictionary
+from .._runtime.steps import STEP_HOOKS, Listener, Listeners, OptimizerTable, parameters_of
 from .clock import SampleClock
 from .optimizer_registry import OptimizerRegistry
 
@@ -50,7 +49,7 @@ class GradScalers(Listeners):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: WeakKeyDictionary[Optimizer, ScaledSteps] = WeakKeyDictionary()
+        self._known: OptimizerTable[ScaledSteps] = OptimizerTable()
         self.last_used: weakref.ref[GradScaler] | None = None  # None: no scaler has been used so far
 
     def use(self, scaler: GradScaler) -> None:
@@ -92,7 +91,7 @@ class GradScalers(Listeners):
 
     def _uninstall(self) -> None:
         super()._uninstall()
-        self.last_used, self._known = None, WeakKeyDictionary()  # what steps which optimizer is not seen from now on
+        self.last_used, self._known = None, OptimizerTable()  # what steps which optimizer is not seen from now on
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled():
@@ -170,10 +169,8 @@ class LossScale:
         if callable(scale) and not isinstance(scale, Tensor):
             step = self._clock.open_step
             if self._answer[0] != step:
-                try:
+                with raised_to_the_user():
                     self._answer = step, scale(step)
-                except Exception as error:  # of the user's function
-                    raise CallbackError from error
             scale = self._answer[1]
         if isinstance(scale, Tensor):
             return onto(scale.detach().reshape(()), device)

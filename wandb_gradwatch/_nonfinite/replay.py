@@ -16,10 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary, graph_is_captured
-from .._runtime.outputs import tensors_of
 from .._runtime.sharding import has_shards, local_part, rank, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
-from .._runtime.wrappers import TransientHook, unwrapped
+from .._runtime.wrappers import TransientHook, tensors_of, unwrapped
 from .search import logger, search, unchanged
 from .trace import Finding
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from .._runtime.autograd import replay
 from .._runtime.error_boundary import dynamo_disabled
-from .._runtime.outputs import tensors_of
-from .._runtime.wrappers import named_modules, named_tensors, unwrapped
+from .._runtime.wrappers import named_modules, named_tensors, tensors_of, unwrapped
 from .trace import REMEDIES, Finding, NonfiniteTrace, made
 
 logger: Final = logging.getLogger("wandb_gradwatch")

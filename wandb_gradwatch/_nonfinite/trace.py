@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .._analysis.formatting import listing
-from .._runtime.outputs import is_measurable
-from .._runtime.wrappers import named_modules
+from .._runtime.wrappers import is_measurable, named_modules
 
 _NOT_THE_USERS: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # return uninitialised memory

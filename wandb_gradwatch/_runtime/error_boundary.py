@@ -8,7 +8,8 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import torch
@@ -30,6 +31,15 @@ Answer = TypeVar("Answer")
 
 class CallbackError(Exception):
     """Wraps an exception of a user's callback, its `__cause__`, which must reach the training loop."""
+
+
+@contextmanager
+def raised_to_the_user() -> Iterator[None]:
+    """Wrap exceptions in a CallbackError."""
+    try:
+        yield
+    except Exception as error:
+        raise CallbackError from error
 
 
 class ErrorBoundary:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._capture.probes import Found
 from .._capture.scaling import SCALERS, scale_tensor
 from .._measure.elements import onto, wide_dtype
-from .._runtime.outputs import is_measurable, leaves_in
+from .._runtime.wrappers import is_measurable, leaves_in
 from ..snapshot import keys
 from ._forward_hooks import ModuleFilter, ModuleIndex, hands_over
 from ._module_probe import ForwardProbe
