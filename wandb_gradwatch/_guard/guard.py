@@ -6,9 +6,9 @@ differ between runs and ranks.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -17,7 +17,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from .._analysis.baseline import limit_of
 from .._analysis.memory import PerKind, Remembers
-from .._runtime.error_boundary import CallbackError
 from ..snapshot import Snapshot
 
 # P watched parameters
@@ -61,11 +60,8 @@ class NormLimits(Remembers):
             return limit
         if len(past.healthy) < self.warmup:
             return min(limit, self.warmup_factor * math.exp(max(past.healthy)))
-        recent = past.healthy[-max(self.window // 4, self.warmup) :]
-        for view in (past.healthy, recent):
-            usual = limit_of(view, stds=self.stds, min_factor=self.min_factor, record_factor=self.record_factor)
-            limit = min(limit, usual)
-        return limit
+        of = partial(limit_of, stds=self.stds, min_factor=self.min_factor, record_factor=self.record_factor)
+        return min(limit, of(past.healthy), of(past.healthy[-max(self.window // 4, self.warmup) :]))
 
     def learn(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_], norm: float, *, alarmed: bool) -> None:
         """Remember a total norm above 0; `alarmed`: it was above the limit."""
@@ -214,15 +210,6 @@ def resolve_guard(guard: GuardArgument) -> SkipGuard | None:
     if callable(guard) and not isinstance(guard, type):  # a class returns an instance, which would always be true
         return SkipGuard(is_bad=guard)
     raise ValueError(f'guard={guard!r} must be "skip", a function from a snapshot to True (skip), or a SkipGuard')
-
-
-@contextmanager
-def raised_to_the_user() -> Iterator[None]:
-    """Mark exceptions of the guard as meant for the training loop."""
-    try:
-        yield
-    except Exception as error:
-        raise CallbackError from error
 
 
 def honours_found_inf(optimizer: Optimizer) -> bool:

@@ -24,14 +24,15 @@ from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
+from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, is_sharded, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
-from .guard import Present, SkipGuard, honours_found_inf, raised_to_the_user
-from .rank_consensus import FSDP1_REFUSED, FUNCTION_REFUSED, RankConsensus
+from .guard import Present, SkipGuard, honours_found_inf
+from .rank_consensus import RankConsensus, refuse_guard
 
 # N parameters of an optimizer
 
@@ -95,7 +96,7 @@ class StepSkipping(Listener):
         self._notices = notices
         self._unlearnt: deque[_Step] = deque()
         self._has_voted = False  # on the step that an optimizer is about to make
-        self._slot_of_id: Mapping[int, int] | None = None  # after the monitor has failed: the parameters to vote on
+        self._slot_of_id: Mapping[int, int] = {}  # after the monitor has failed: the parameters to vote on
         self._pinned_pool = PinnedPool()
         self._undo: list[tuple[Optimizer, Callable[[], None]]] = []  # restores what a step was deprived of, or given
         self._opinions: list[_Opinion] = []  # of the open step
@@ -139,10 +140,7 @@ class StepSkipping(Listener):
         if not self._shards.any:
             return None
         with raised_to_the_user():
-            if self._shards.uses_fsdp1:
-                raise ValueError(FSDP1_REFUSED)
-            if self._guard.is_bad is not None:
-                raise ValueError(FUNCTION_REFUSED)
+            refuse_guard(uses_fsdp1=self._shards.uses_fsdp1, function=self.needs_rows)
             if version != self._version:
                 self._version, self._consensuses = version, {}
             slots = tuple(slot for slot, _ in entries)
@@ -173,7 +171,7 @@ class StepSkipping(Listener):
         """Decide about a step, or abstain if the monitor fails before its vote, because the other ranks wait for it."""
         self._has_voted = False
         decide()
-        if self._slot_of_id is not None and not self._has_voted:
+        if self._slot_of_id and not self._has_voted:
             self.before_step(optimizer, inside_backward=False)
 
     def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
@@ -199,8 +197,8 @@ class StepSkipping(Listener):
             RankConsensus(parameters).abstain()
 
     def _held_by(self, optimizer: Optimizer) -> dict[int, Tensor]:
-        slot_of_id = self._slot_of_id or {}
-        return {slot: p for p in parameters_of(optimizer) if (slot := slot_of_id.get(id(p))) is not None}
+        slots = ((self._slot_of_id.get(id(parameter)), parameter) for parameter in parameters_of(optimizer))
+        return {slot: parameter for slot, parameter in slots if slot is not None}
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Restore the gradients and `found_inf` of this optimizer, or of all."""
@@ -291,7 +289,7 @@ class StepSkipping(Listener):
         for rows_NC in self._window.open_rows(slots):
             if rows_NC.device.type == "cpu" and home.type != "cpu":
                 continue
-            weighted_NC = rows_NC if consensus is None else rows_NC * consensus.weights(slots, rows_NC)[:, None]
+            weighted_NC = rows_NC if consensus is None else rows_NC * consensus.weights(rows_NC.device)[:, None]
             sums_C = weighted_NC.nansum(dim=0)  # missing rows are NaN
             num_nonfinite = sum((sums_C[column] for column in NONFINITE_COLUMNS), torch.zeros_like(sums_C[0]))
             parts.append(onto(torch.stack((num_nonfinite, sums_C[Column.GRAD_SUM_SQ])), home))

@@ -13,8 +13,9 @@ import numpy as np
 
 from .._capture.parameter_registry import Models, with_prefixes
 from .._capture.probes import WatchedTensor
-from .._guard.guard import DEFAULT_WINDOW, SkipGuard, judge_of_norms, raised_to_the_user
+from .._guard.guard import DEFAULT_WINDOW, SkipGuard, judge_of_norms
 from .._measure.measure import measure_received
+from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.sharding import has_shards
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot
