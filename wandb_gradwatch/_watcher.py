@@ -379,7 +379,8 @@ class Watcher:
                     schedule.seconds_left_out += news.seconds_on_alerts
                     schedule.seconds_on_rows += news.seconds_on_rows
                 if self._parts.replay is not None and news.titles & _REPLAYED:
-                    self._parts.replay.arm()
+                    self._sampler.end_counting()  # the next step is run again
+                    self._parts.replay.is_armed = True
                 if news.is_untraced:
                     schedule.distrust_versions()
                 if news.is_unusual or news.titles:

@@ -116,6 +116,8 @@ class StepRest(Rest):
         parts, last = self._parts, self._last
         if len(last) < REGULAR or parts.by_hand.possible or not self._is_possible():
             return False
+        if parts.replay is not None and parts.replay.is_armed:  # the next step is run again
+            return False
         if frozenset.intersection(*last):
             return not parts.clock.stepped
         return all(len(stepped) == 1 for stepped in last)  # every step was a sample of its own

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary, graph_is_captured
 from .._runtime.sharding import has_shards, local_part, rank, world_size
-from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
+from .._runtime.steps import parameters_of
 from .._runtime.wrappers import TransientHook, tensors_of, unwrapped
 from .search import logger, search, unchanged
 from .trace import Finding
@@ -39,7 +39,7 @@ class _Forward:
     is_over: bool = False
 
 
-class StepReplay(Listener):
+class StepReplay:
     """Keeps the inputs of the open step's forwards, and runs the forwards again on request.
 
     With a guard (`always`) it keeps the inputs of every step, and the guard calls `look()`. Otherwise it keeps only
@@ -59,8 +59,10 @@ class StepReplay(Listener):
         store: Store | None,
     ) -> None:
         self._note, self._notice, self._open_step, self._boundary = note, notice, open_step, boundary
-        self._models = [weakref.ref(model) for model in models]
-        self._always, self._is_armed = always, False
+        self._always = always
+        # An alert of NaN or Inf has come: run the next step that begins with finite parameters once more. With a guard,
+        # which calls look() for its own steps: only the next step that a gradient scaler skips.
+        self.is_armed = False
         self._forwards: list[_Forward] = []
         self._num_replays = 0
         self._store = store
@@ -70,53 +72,38 @@ class StepReplay(Listener):
         for model in models:
             self._handles.append(model.register_forward_pre_hook(TransientHook(self, self._began), with_kwargs=True))
             self._handles.append(model.register_forward_hook(TransientHook(self, self._ended)))
-        if not always:
-            STEP_HOOKS.subscribe(self)
-
-    @property
-    def is_keeping(self) -> bool:
-        return (self._always or self._is_armed) and not self._boundary.in_forked_child
 
     @property
     def is_open(self) -> bool:
-        return self.is_keeping and torch.is_grad_enabled() and not replay.is_running
+        """Whether the inputs of a forward that runs now are kept."""
+        keeps = (self._always or self.is_armed) and not self._boundary.in_forked_child
+        return keeps and torch.is_grad_enabled() and not replay.is_running
 
     def close(self) -> None:
         """Remove the hooks and drop all inputs. Further calls do nothing."""
-        STEP_HOOKS.unsubscribe(self)
         for handle in self._handles:
             handle.remove()
         self.forget()
 
-    def arm(self) -> None:
-        """Run the next step that begins with finite parameters once more, after an alert of NaN or Inf.
-
-        With a guard, which calls look() for its own steps, only the next step that a gradient scaler skips.
-        """
-        self._is_armed = True
-
-    def step_skipped(self, optimizer: Optimizer) -> None:
-        """Called when a gradient scaler skips the open step, which is intended unless an alert has armed the replay."""
-        if self._is_armed:
+    def step_skipped(self) -> None:
+        """A gradient scaler skips the open step, which is intended unless an alert has armed the replay."""
+        if self.is_armed:
             self._look_armed()
         self.forget()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        self._ask()
+        if self.is_armed and self._forwards and not self._always:
+            # Check local shards only: gathering whole parameters would wait for ranks that are not armed.
+            parts = (local_part(parameter.detach()) for parameter in parameters_of(optimizer))
+            if all(bool(torch.isfinite(part).all()) for part in parts):
+                self._look_armed()
+            self.forget()
 
     def _look_armed(self) -> None:
-        self._is_armed = False
+        self.is_armed = False
         self.look(self._open_step(), armed=True)
-
-    def follows(self, optimizer: Optimizer) -> bool:
-        if not self.is_keeping or not self._forwards:
-            return False
-        models = [model for reference in self._models if (model := reference()) is not None]
-        ours = {id(parameter) for model in models for parameter in model.parameters()}
-        return any(id(parameter) in ours for parameter in parameters_of(optimizer))
-
-    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        # Check local shards only: gathering whole parameters would wait for ranks that are not armed.
-        if all(bool(torch.isfinite(local_part(parameter.detach())).all()) for parameter in parameters_of(optimizer)):
-            self._look_armed()
-        self.forget()
 
     def forget(self) -> None:
         """Drop the inputs of the step, because it is over."""
@@ -145,7 +132,7 @@ class StepReplay(Listener):
             self._num_replays = _MAX_REPLAYS
             logger.exception("wandb_gradwatch could not run step %d again; training goes on, and is not replayed", step)
 
-    def ask(self) -> None:
+    def _ask(self) -> None:
         """On rank 0, if its own part of the bad step was finite: read what another rank has found in its part.
 
         The other rank writes it before the next step's gradients are reduced, so no rank waits after that.
