@@ -46,8 +46,8 @@ def find_nonfinite(
         ('aten.log', None)
     """
     root = _root_of(model, "find_nonfinite")
-    kwargs = inputs if isinstance(inputs, Mapping) else {}
-    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    args = args if isinstance(args, tuple) else (args,)
 
     def loss_of(output: Any) -> list[tuple[str, Tensor]]:
         if loss_function is None:
@@ -62,7 +62,7 @@ def find_nonfinite(
 
 
 def outputs_of(output: Any) -> list[tuple[str, Tensor]]:
-    """Return the floating-point tensors of a model's output, each with a description."""
+    """Return the tensors of a model's output, each with a description."""
     return [("the model's output", tensor) for tensor in tensors_of(output)]
 
 
@@ -77,8 +77,7 @@ def search(
 ) -> Finding | None:
     """Run one forward and backward of an unwrapped model under the trace; the caller restores what they change.
 
-    `loss_of` returns the tensors that the backward starts from, each with a description; `gradients` are their
-    gradients by position; None: ones.
+    `loss_of` returns the tensors that the backward starts from, and `gradients` are theirs by position; None: ones.
     """
     arrived = next(filter(None, map(made, (gradients or {}).values())), None)
     trace = NonfiniteTrace(model)

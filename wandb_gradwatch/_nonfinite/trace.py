@@ -8,6 +8,7 @@ that a program writes on purpose (masks) have an origin too, but count only if t
 import math
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,12 @@ from torch.utils._pytree import tree_leaves
 from .._analysis.formatting import listing
 from .._runtime.wrappers import is_measurable, named_modules
 
-_NOT_THE_USERS: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_NOT_THE_USERS: Final = (  # beginnings of files
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    "<frozen ",
+    "<eval_with_key>",
+)
 _ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # return uninitialised memory
 _OVERWRITES: Final = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.normal_", "aten.uniform_", "aten.random_")
 _NEAR_OVERFLOW: Final = 4.0  # an element within this factor of a half-precision format's maximum is reported
@@ -65,12 +71,12 @@ class InputRange:
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), low, high, *counts)
 
     def __str__(self) -> str:
-        shape = "x".join(map(str, self.shape)) or "a number"
-        span = "" if math.isnan(self.minimum) else f", {self.minimum:.3g} to {self.maximum:.3g}"
-        words = [f"{shape} of {self.dtype}{span}"]
+        words = f"{'x'.join(map(str, self.shape)) or 'a number'} of {self.dtype}"
+        if not math.isnan(self.minimum):
+            words += f", {self.minimum:.3g} to {self.maximum:.3g}"
         zero = "zeros" if self.num_zero > 1 else "zero"
         counts = {zero: self.num_zero, "negative": self.num_negative, "not finite": self.num_nonfinite}
-        return ", ".join(words + [f"{count} {name}" for name, count in counts.items() if count])
+        return words + "".join(f", {count} {name}" for name, count in counts.items() if count)
 
 
 @dataclass(frozen=True)
@@ -186,15 +192,10 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 place = "" if call.module is None else f" in {call.module or 'the model itself'}"
                 self.near_overflow[f"{call.operation}{place}, {_place(call.file, call.line)}"] = None
             return
-        sources: list[_Origin] = []
-        are_masks: list[bool] = []  # of each bad tensor that it read and whose origin is not known
-        for values, storage in reads:
-            nan, inf = _nan_and_inf(values)
-            if nan or inf:
-                if (known := self._origins.get(storage)) is not None:
-                    sources.append(known[1])
-                else:
-                    are_masks.append(not _is_more_than_a_mask(values, nan=nan))
+        checked = [(values, storage, *_nan_and_inf(values)) for values, storage in reads]
+        bad = [(values, storage, nan) for values, storage, nan, inf in checked if nan or inf]
+        sources = [self._origins[storage][1] for _, storage, _ in bad if storage in self._origins]
+        are_masks = [not _is_more(values, nan=nan) for values, storage, nan in bad if storage not in self._origins]
         node = torch._C._current_autograd_node()
         # In a backward: the forward operation whose derivative is being computed.
         forward = call if node is None else self._calls.get(node._sequence_nr())
@@ -204,7 +205,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if forward is not None and forward.module is not None:
                 origin.reached[forward.module] = None
         else:  # the operation read nothing bad with a known origin, or made a NaN from a mask
-            writes_inf = any(are_masks) or any(math.isinf(value) for value in _numbers(given))
+            writes_inf = any(are_masks) or any(map(_is_infinite, tree_leaves(given)))
             words = made(output)
             if node is not None:
                 if forward is None or isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -225,7 +226,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if not is_measurable(tensor):
             return None
         has_nan, has_inf = _nan_and_inf(tensor)
-        if not (has_nan or has_inf) or (kind != "parameter" and not _is_more_than_a_mask(tensor, nan=has_nan)):
+        if not (has_nan or has_inf) or (kind != "parameter" and not _is_more(tensor, nan=has_nan)):
             return None
         module = "" if kind == "input" else name.rpartition(".")[0]
         text = f"The {kind} {name} holds {made(tensor)}, before anything has run.\nRemedy: {REMEDIES[kind]}."
@@ -261,13 +262,11 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     return [given[name] for name in writes if name in given]
 
 
-def _numbers(given: Any) -> Iterator[float]:
-    """Yield every float, and the value of every floating-point scalar tensor, among the arguments."""
-    for leaf in tree_leaves(given):
-        if isinstance(leaf, float):
-            yield leaf
-        elif isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point():
-            yield leaf.item()
+def _is_infinite(given: Any) -> bool:
+    """Whether an argument is an infinite number or floating-point scalar tensor."""
+    if isinstance(given, Tensor) and given.ndim == 0 and given.is_floating_point():
+        given = given.item()
+    return isinstance(given, float) and math.isinf(given)
 
 
 def _nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
@@ -278,8 +277,8 @@ def _nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
     return bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
 
 
-def _is_more_than_a_mask(values: Tensor, *, nan: bool) -> bool:
-    """Return whether there is NaN or +Inf; -inf alone is taken for a mask."""
+def _is_more(values: Tensor, *, nan: bool) -> bool:
+    """Return whether there is more than a mask, NaN or +Inf; -inf alone is taken for a mask."""
     return nan or bool((values == torch.inf).any())
 
 
@@ -293,13 +292,8 @@ def _storage(tensor: Tensor) -> int:
 
 def _users_line() -> tuple[str | None, int | None]:
     """Return the innermost line of the stack that is neither torch's nor this package's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_NOT_THE_USERS, "<frozen ", "<eval_with_key>")):
-            return file, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return None, None
+    stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
+    return next((place for place in stack if not place[0].startswith(_NOT_THE_USERS)), (None, None))
 
 
 def _place(file: str | None, line: int | None) -> str:
