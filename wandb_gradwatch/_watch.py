@@ -221,7 +221,6 @@ def watch(
             sinks=tuple(chosen),
             rules=tuple(chosen_rules),
             on_alert=tuple(callbacks),
-            to_terminal=rank() == 0,
             on_nonfinite=on_nonfinite,
         ),
         [each for _, each in with_prefixes(model)],

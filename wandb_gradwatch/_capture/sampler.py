@@ -216,7 +216,7 @@ class Sampler(Listener):
         if not inside_backward:
             self.parts.thread.step_begins()
         if self.parts.replay is not None:
-            self.parts.replay.before_step(optimizer)
+            self.parts.replay.before_step(self._clock.open_step, optimizer)
         if not inside_backward:
             self._deliver()
             if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
@@ -276,7 +276,7 @@ class Sampler(Listener):
         else:
             self.parts.optimizer_found()
             if self.parts.replay is not None:
-                self.parts.replay.step_skipped()
+                self.parts.replay.step_skipped(self._clock.open_step)
             key = self.parts.optimizers.key(optimizer)
             self._commit(self._clock.step_begins(key))
             if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):

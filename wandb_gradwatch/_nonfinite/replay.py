@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._runtime.autograd import current_graph_task, replay
-from .._runtime.error_boundary import ErrorBoundary, graph_is_captured
+from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.sharding import has_shards, local_part, rank, world_size
 from .._runtime.steps import parameters_of
-from .._runtime.wrappers import TransientHook, tensors_of, unwrapped
+from .._runtime.wrappers import TransientHook, leaves_in, unwrapped
 from .search import logger, search, unchanged
 from .trace import Finding
 
@@ -43,7 +43,7 @@ class StepReplay:
     """Keeps the inputs of the open step's forwards, and runs the forwards again on request.
 
     With a guard (`always`) it keeps the inputs of every step, and the guard calls `look()`. Otherwise it keeps only
-    those of the step after `arm()`, which it runs again right before the optimizer steps. `note` gets the step, the
+    those of a step after it `is_armed`, which it runs again right before the optimizer steps. `note` gets the step, the
     finding, and True if the step's alert is too early to name it. Ranks exchange findings in `store` (None: one rank).
     """
 
@@ -54,18 +54,15 @@ class StepReplay:
         notice: Callable[[str, str], None],
         *,
         always: bool,
-        open_step: Callable[[], int],
         boundary: ErrorBoundary,
         store: Store | None,
     ) -> None:
-        self._note, self._notice, self._open_step, self._boundary = note, notice, open_step, boundary
-        self._always = always
+        self._note, self._notice, self._always, self._boundary, self._store = note, notice, always, boundary, store
         # An alert of NaN or Inf has come: run the next step that begins with finite parameters once more. With a guard,
         # which calls look() for its own steps: only the next step that a gradient scaler skips.
         self.is_armed = False
         self._forwards: list[_Forward] = []
         self._num_replays = 0
-        self._store = store
         self._is_asking = False  # rank 0 found nothing in its part of the batch; another rank may have
         self._last_bad = -2  # the last bad step, so that each episode is replayed only once
         self._handles: list[RemovableHandle] = []
@@ -85,25 +82,25 @@ class StepReplay:
             handle.remove()
         self.forget()
 
-    def step_skipped(self) -> None:
+    def step_skipped(self, step: int) -> None:
         """A gradient scaler skips the open step, which is intended unless an alert has armed the replay."""
         if self.is_armed:
-            self._look_armed()
+            self._look_armed(step)
         self.forget()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+    def before_step(self, step: int, optimizer: Optimizer) -> None:
+        """An optimizer is about to make the open step."""
         self._ask()
         if self.is_armed and self._forwards and not self._always:
             # Check local shards only: gathering whole parameters would wait for ranks that are not armed.
             parts = (local_part(parameter.detach()) for parameter in parameters_of(optimizer))
             if all(bool(torch.isfinite(part).all()) for part in parts):
-                self._look_armed()
+                self._look_armed(step)
             self.forget()
 
-    def _look_armed(self) -> None:
+    def _look_armed(self, step: int) -> None:
         self.is_armed = False
-        self.look(self._open_step(), armed=True)
+        self.look(step, armed=True)
 
     def forget(self) -> None:
         """Drop the inputs of the step, because it is over."""
@@ -164,12 +161,12 @@ class StepReplay:
         if not model.training or (forward := next(running, None)) is None:
             return
         forward.is_over = True
-        for place, tensor in enumerate(tensors_of(output)):
+        for place, (_, tensor) in enumerate(leaves_in(output)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(forward.gradients.__setitem__, place))  # type: ignore[no-untyped-call]
 
     def _is_possible(self) -> bool:
-        if current_graph_task() != -1 or graph_is_captured():
+        if current_graph_task() != -1:
             return False
         models = [model for forward in self._forwards if (model := forward.model()) is not None]
         # A forward on this rank alone would hang where it waits for other ranks.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._runtime.autograd import replay
 from .._runtime.error_boundary import dynamo_disabled
-from .._runtime.wrappers import named_modules, named_tensors, tensors_of, unwrapped
+from .._runtime.wrappers import leaves_in, named_modules, named_tensors, unwrapped
 from .trace import REMEDIES, Finding, NonfiniteTrace, made
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -63,7 +63,7 @@ def find_nonfinite(
 
 def outputs_of(output: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors of a model's output, each with a description."""
-    return [("the model's output", tensor) for tensor in tensors_of(output)]
+    return [("the model's output", tensor) for _, tensor in leaves_in(output)]
 
 
 @dynamo_disabled
@@ -82,7 +82,7 @@ def search(
     arrived = next(filter(None, map(made, (gradients or {}).values())), None)
     trace = NonfiniteTrace(model)
     parameters, buffers = named_tensors(named_modules(model)), named_tensors(named_modules(model), "_buffers")
-    given = {str(place): tensor for place, tensor in enumerate(tensors_of((args, kwargs)))}
+    given = {str(place): tensor for place, (_, tensor) in enumerate(leaves_in((args, kwargs)))}
     for kind, named in (("parameter", parameters), ("buffer", buffers), ("input", given)):
         for name, tensor in named.items():
             if (finding := trace.look_at(tensor.detach(), kind, name)) is not None:

@@ -106,8 +106,3 @@ def is_measurable(thing: object) -> TypeGuard[Tensor]:
     if not isinstance(thing, Tensor) or not (thing.is_floating_point() or thing.is_complex()):
         return False
     return thing.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    """Return the tensors of `leaves_in`."""
-    return [tensor for _, tensor in leaves_in(output)]
