@@ -12,10 +12,11 @@ later         decide()      the guard learns from them
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,7 +32,7 @@ from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
-from .guard import Present, SkipGuard, honours_found_inf
+from .guard import SkipGuard, honours_found_inf
 from .rank_consensus import RankConsensus, refuse_guard
 
 # N parameters of an optimizer
@@ -55,7 +56,7 @@ class _Opinion:
     values: list[float] | Transfer  # a transfer until they are fetched
 
     def fetch(self) -> list[float]:
-        """Return the values on the host; waits for the transfer."""
+        """Return the values; waits for the transfer."""
         if isinstance(self.values, Transfer):
             self.values.arrived(wait=True)
             self.values = list(map(float, self.values.take()))
@@ -74,9 +75,8 @@ class _Step:
 class StepSkipping(Listener):
     """Applies a guard's decisions to the optimizers.
 
-    If the monitor fails, the other ranks still wait for this rank's vote at every step. It then listens to steps itself
-    and abstains, which ends the guard on all ranks at once: this rank cannot tell whether its gradients are healthy,
-    and models would diverge if ranks decided differently.
+    If the monitor fails, the other ranks still wait for this rank's vote. It then listens to steps itself and abstains,
+    which ends the guard on all ranks at once: models would diverge if ranks decided differently.
     """
 
     def __init__(
@@ -87,13 +87,11 @@ class StepSkipping(Listener):
         known: Callable[[], Names],  # returns the current names, and which are trainable
         notices: Notices,
     ) -> None:
-        self._guard, self._window, self._known = guard, window, known
+        self._guard, self._window, self._shards, self._known, self._notices = guard, window, shards, known, notices
         self.replay: StepReplay | None = None  # runs a bad step again
         self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
-        self._shards = shards
         self._consensuses: dict[tuple[int, ...], RankConsensus] = {}  # of each optimizer, by its slots
         self._version = -1  # of the parameters, when the consensuses were made
-        self._notices = notices
         self._unlearnt: deque[_Step] = deque()
         self._has_voted = False  # on the step that an optimizer is about to make
         self._slot_of_id: Mapping[int, int] = {}  # after the monitor has failed: the parameters to vote on
@@ -132,11 +130,7 @@ class StepSkipping(Listener):
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
 
     def _consensus(self, entries: Sequence[Entry], version: int) -> RankConsensus | None:
-        """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole.
-
-        Raises:
-            CallbackError: the ranks could decide differently.
-        """
+        """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole."""
         if not self._shards.any:
             return None
         with raised_to_the_user():
@@ -148,7 +142,8 @@ class StepSkipping(Listener):
                 self._consensuses[slots] = RankConsensus(dict(entries))
             return self._consensuses.get(slots)
 
-    def _present(self, slots: Sequence[int]) -> Present:
+    def _present(self, slots: Sequence[int]) -> tuple[tuple[str, ...], npt.NDArray[np.bool_]]:
+        """Return the names of all parameters [P], and which are in these slots [P]."""
         names = self._known().names
         present_P = np.zeros(len(names), dtype=bool)
         present_P[list(slots)] = True
@@ -175,10 +170,7 @@ class StepSkipping(Listener):
             self.before_step(optimizer, inside_backward=False)
 
     def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
-        """After a failure of the monitor, keep voting: where ranks decide together, they wait for every rank.
-
-        Returns whether there may be anything to vote on.
-        """
+        """Vote after a failure of the monitor, too. Returns whether there may be anything to vote on."""
         if world_size() == 1:
             return False
         self._slot_of_id = dict(slot_of_id)
@@ -261,10 +253,9 @@ class StepSkipping(Listener):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's state, and the steps not learned from yet, in plain numbers. Waits for the device."""
-        unlearnt = [
-            {**vars(step), "opinions": [{**vars(one), "values": one.fetch()} for one in step.opinions]}
-            for step in self._unlearnt
-        ]
+        for opinion in (one for step in self._unlearnt for one in step.opinions):
+            opinion.fetch()
+        unlearnt = [asdict(step) for step in self._unlearnt]
         return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": float(self._num_withheld)}
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
@@ -273,10 +264,9 @@ class StepSkipping(Listener):
         self._num_withheld = float(state["num_withheld"])
         self._unlearnt.clear()
         for step in state["unlearnt"]:
-            opinions = [
-                _Opinion(**(one | {"slots": tuple(sorted(place[slot] for slot in one["slots"] if slot in place))}))
-                for one in step["opinions"]
-            ]
+            opinions = [_Opinion(**one) for one in step["opinions"]]
+            for opinion in opinions:
+                opinion.slots = tuple(sorted(place[slot] for slot in opinion.slots if slot in place))
             self._unlearnt.append(_Step(step["number"], opinions, step["was_read"]))
 
     def _sums(self, slots: tuple[int, ...], home: torch.device, consensus: RankConsensus | None) -> Tensor:

@@ -8,6 +8,7 @@ import functools
 import math
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,18 +139,16 @@ class Listeners:
                 self._uninstall()
 
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-        """Modules or classes, attribute names, and wrappers, which receive the original as their first argument."""
+        """Modules or classes, attribute names, and wrappers, which get the original as their first argument."""
         return ()
 
     def _install(self) -> None:
-        """Install the wrappers unless they are installed."""
         for owner, name, wrapper in () if self._originals else self._wrappers():
             if (original := owner.__dict__.get(name)) is not None:  # an inherited method is wrapped at its own class
                 self._originals.append((owner, name, original))
                 setattr(owner, name, _wrapped(original, wrapper))
 
     def _uninstall(self) -> None:
-        """Remove the wrappers if they are installed."""
         for owner, name, original in reversed(self._originals):
             setattr(owner, name, original)
         self._originals = []
@@ -165,14 +164,10 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
 
 @dataclass(eq=False)
 class _Step:
-    """A running step and its frame in the call stack.
-
-    The frame itself is kept, because its id may be reused as soon as the frame is freed. A step that raised keeps its
-    frame until the thread's next step or backward.
-    """
+    """A running step, or one that raised, until the thread's next step or backward."""
 
     optimizer: Optimizer
-    frame: FrameType
+    frame: FrameType  # of its call; not the frame's id, which may be reused as soon as the frame is freed
     inside_backward: bool
     listeners: list[Listener]
     is_muted: bool = False
@@ -330,10 +325,7 @@ class StepHooks(Listeners):
         steps = self._stack.steps
         if not steps:
             return
-        callers, caller = set(), sys._getframe(1) if frame is None else frame.f_back
-        while caller is not None:
-            callers.add(caller)
-            caller = caller.f_back
+        callers = {one for one, _ in traceback.walk_stack(sys._getframe(1) if frame is None else frame.f_back)}
         while steps and steps[-1].frame not in callers:
             self._end(steps.pop())
 
