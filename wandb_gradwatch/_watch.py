@@ -196,7 +196,10 @@ def watch(
     used_run = _run_of(run, sinks)
     _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)
 
-    _replace_watchers_of(registry)
+    for watcher in list(WATCHERS):
+        if watcher not in COMPANIONS.get() and any(map(watcher.watches, registry.models())):
+            logger.warning("wandb_gradwatch: the model was already watched; the new watch() replaces the earlier one.")
+            watcher.remove()
     if used_run is not None:
         namespace = _namespace(used_run, registry)
         chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace, details=details))
@@ -341,10 +344,3 @@ def _namespace(run: Any, registry: ParameterRegistry) -> str:
     if names & set(registry.names):
         registry.put_below(namespace)
     return namespace
-
-
-def _replace_watchers_of(registry: ParameterRegistry) -> None:
-    for watcher in list(WATCHERS):
-        if watcher not in COMPANIONS.get() and any(watcher.watches(model) for model in registry.models()):
-            logger.warning("wandb_gradwatch: the model was already watched; the new watch() replaces the earlier one.")
-            watcher.remove()

@@ -10,8 +10,9 @@ later         decide()      the guard learns from them
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -96,7 +97,8 @@ class StepSkipping(Listener):
         self._has_voted = False  # on the step that an optimizer is about to make
         self._slot_of_id: Mapping[int, int] = {}  # after the monitor has failed: the parameters to vote on
         self._pinned_pool = PinnedPool()
-        self._undo: list[tuple[Optimizer, Callable[[], None]]] = []  # restores what a step was deprived of, or given
+        # By the id of an optimizer that steps: restores what it was deprived of, or given.
+        self._deprived: defaultdict[int, ExitStack] = defaultdict(ExitStack)
         self._opinions: list[_Opinion] = []  # of the open step
         self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
         self._last_withheld: Tensor | bool = False  # the same of the last closed step
@@ -121,7 +123,9 @@ class StepSkipping(Listener):
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
         limit = math.inf if inside_backward else self._guard.norms.limit(*self._present(slots))
-        sums = self._sums(slots, _home(entries), consensus)
+        # A fused optimizer copies `found_inf` to other devices itself, but would not wait before the host reads it.
+        home = min((parameter.device for _, parameter in entries), key=lambda device: device.type != "cpu")
+        sums = self._sums(slots, home, consensus)
         bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
         if honours_found_inf(optimizer):
             self._decide_there(optimizer, slots, sums, bad_there, learns=not inside_backward)
@@ -194,12 +198,8 @@ class StepSkipping(Listener):
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Restore the gradients and `found_inf` of this optimizer, or of all."""
-        undo, self._undo = self._undo, []
-        for stepped, restore in undo:
-            if optimizer is None or stepped is optimizer:
-                restore()
-            else:
-                self._undo.append((stepped, restore))
+        for key in list(self._deprived) if optimizer is None else [id(optimizer)]:
+            self._deprived.pop(key, ExitStack()).close()
 
     def end_step(self, number: int) -> None:
         """Close the open step under this number."""
@@ -303,7 +303,7 @@ class StepSkipping(Listener):
             self._withheld = True
             if self.replay is not None and values[0] > 0:  # something is not finite
                 self.replay.look(step)
-            self._undo.append((optimizer, _take_gradients(optimizer)))
+            self._deprived[id(optimizer)].enter_context(_without_gradients(optimizer))
 
     def _decide_there(
         self, optimizer: Optimizer, slots: tuple[int, ...], sums: Tensor, bad: Tensor, *, learns: bool
@@ -317,19 +317,10 @@ class StepSkipping(Listener):
             withheld = skipped & ~overflowed
             # The kernels compare found_inf with exactly 1, and subtract it from the step counters.
             found_inf = (skipped | overflowed).to(torch.float32)
-            self._undo.append((optimizer, _set_found_inf(optimizer, found_inf)))
+            self._deprived[id(optimizer)].enter_context(_with_found_inf(optimizer, found_inf))
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
         self._opinions.append(_Opinion(slots, learns, self._pinned_pool.send(torch.cat((sums, flags)))))
-
-
-def _home(entries: Sequence[Entry]) -> torch.device:
-    """Return the device for an optimizer's sums: the CPU if a parameter is there, otherwise the first one's device.
-
-    A fused optimizer copies `found_inf` to its other devices itself, but would not wait before the host reads it.
-    """
-    devices = [parameter.device for _, parameter in entries]
-    return next((device for device in devices if device.type == "cpu"), devices[0])
 
 
 def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
@@ -340,32 +331,27 @@ def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
     return count + one_more
 
 
-def _take_gradients(optimizer: Optimizer) -> Callable[[], None]:
-    """Set all gradients that this optimizer could use, watched or not, to None. Returns what gives them back."""
+@contextmanager
+def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Set all gradients that this optimizer could use, watched or not, to None meanwhile."""
     taken = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
     for parameter, _ in taken:
         parameter.grad = None
-
-    def give_back() -> None:
-        if current_graph_task() == -1:  # otherwise the step raised, and the next backward makes new ones
-            for parameter, gradient in taken:
-                if parameter.grad is None:
-                    parameter.grad = gradient
-
-    return give_back
+    yield
+    if current_graph_task() == -1:  # otherwise the step raised, and the next backward makes new ones
+        for parameter, gradient in taken:
+            if parameter.grad is None:
+                parameter.grad = gradient
 
 
-def _set_found_inf(optimizer: Optimizer, found_inf: Tensor) -> Callable[[], None]:
-    """Set the device's decision in place of the loss scaler's `found_inf`. Returns what restores the latter."""
-    named: Any = optimizer
-    scalers: Tensor | None = getattr(named, "found_inf", None)
-    named.found_inf = found_inf
-
-    def restore() -> None:
-        if getattr(named, "found_inf", None) is found_inf:
-            if scalers is None:
-                del named.found_inf
-            else:
-                named.found_inf = scalers
-
-    return restore
+@contextmanager
+def _with_found_inf(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
+    """Put the device's decision in the place of the loss scaler's `found_inf` meanwhile."""
+    before: Tensor | None = getattr(optimizer, "found_inf", None)
+    optimizer.found_inf = found_inf
+    yield
+    if getattr(optimizer, "found_inf", None) is found_inf:
+        if before is None:
+            del optimizer.found_inf
+        else:
+            optimizer.found_inf = before

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .._analysis.formatting import listing
+from .._runtime.autograd import num_nodes_made
 from .._runtime.wrappers import is_measurable, named_modules
 
 _NOT_THE_USERS: Final = (  # beginnings of files
@@ -180,7 +181,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         call = Finding(operation, self._stack[-1] if self._stack else None, "forward", *_users_line(), (), "")
         # Autograd creates an operation's node just before the operation runs. Later operations with the same sequence
         # number have no node, or belong to a backward.
-        self._calls.setdefault(torch.autograd._get_sequence_nr() - 1, call)  # type: ignore[attr-defined]
+        self._calls.setdefault(num_nodes_made() - 1, call)
         for tensor in outputs:
             self._follow(tensor, call, reads, (args, kwargs))
         return result
