@@ -67,7 +67,6 @@ class RankConsensus:
 
 
 def _num_shards(parameter: Any) -> int:
-    """Return the number of different shards of a parameter."""
     if not is_sharded(parameter):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

@@ -89,7 +89,6 @@ class StepReplay:
         self.forget()
 
     def before_step(self, step: int, optimizer: Optimizer) -> None:
-        """An optimizer is about to make the open step."""
         self._ask()
         if self.is_armed and self._forwards and not self._always:
             # Check local shards only: gathering whole parameters would wait for ranks that are not armed.
@@ -134,8 +133,7 @@ class StepReplay:
 
         The other rank writes it before the next step's gradients are reduced, so no rank waits after that.
         """
-        key = str(self._num_replays)
-        if self._is_asking and self._store is not None and self._store.check([key]):
+        if self._is_asking and self._store is not None and self._store.check([key := str(self._num_replays)]):
             step, _, found = self._store.get(key).decode().partition(" ")
             self._note(int(step), found, True)
         self._is_asking = False

@@ -8,11 +8,11 @@ that a program writes on purpose (masks) have an origin too, but count only if t
 import math
 import os
 import sys
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
+from types import FrameType
 from typing import Any, Final, Literal
 
 import torch
@@ -34,8 +34,7 @@ _ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # return un
 _OVERWRITES: Final = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.normal_", "aten.uniform_", "aten.random_")
 _NEAR_OVERFLOW: Final = 4.0  # an element within this factor of a half-precision format's maximum is reported
 _HALVES: Final = (torch.float16, torch.bfloat16)
-
-Direction = Literal["forward", "backward"]
+_FINITE, _MASK, _INF, _NAN = range(4)  # what a tensor holds at worst; -Inf without +Inf is taken for a mask
 
 _SHOWN: Final = 3  # indices of bad elements
 
@@ -97,7 +96,7 @@ class Finding:
 
     operation: str
     module: str | None
-    direction: Direction
+    direction: Literal["forward", "backward"]
     file: str | None
     line: int | None
     inputs: tuple[InputRange, ...]
@@ -187,21 +186,20 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return result
 
     def _follow(self, output: Tensor, call: Finding, reads: list[_Read], given: Any) -> None:
-        has_nan, has_inf = _nan_and_inf(output)
-        if not has_nan and not has_inf:
+        worst = _worst(output)
+        if worst == _FINITE:
             if output.dtype in _HALVES and output.detach().abs().max() > torch.finfo(output.dtype).max / _NEAR_OVERFLOW:
                 place = "" if call.module is None else f" in {call.module or 'the model itself'}"
                 self.near_overflow[f"{call.operation}{place}, {_place(call.file, call.line)}"] = None
             return
-        checked = [(values, storage, *_nan_and_inf(values)) for values, storage in reads]
-        bad = [(values, storage, nan) for values, storage, nan, inf in checked if nan or inf]
-        sources = [self._origins[storage][1] for _, storage, _ in bad if storage in self._origins]
-        are_masks = [not _is_more(values, nan=nan) for values, storage, nan in bad if storage not in self._origins]
+        bad = [(storage, read) for values, storage in reads if (read := _worst(values)) != _FINITE]
+        sources = [self._origins[storage][1] for storage, _ in bad if storage in self._origins]
+        are_masks = [read == _MASK for storage, read in bad if storage not in self._origins]
         node = torch._C._current_autograd_node()
         # In a backward: the forward operation whose derivative is being computed.
         forward = call if node is None else self._calls.get(node._sequence_nr())
         guilty = [origin for origin in sources if not origin.is_intended]
-        if guilty or (sources and not has_nan):
+        if guilty or (sources and worst != _NAN):
             origin = min(guilty or sources, key=lambda one: one.number)
             if forward is not None and forward.module is not None:
                 origin.reached[forward.module] = None
@@ -216,18 +214,14 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 else:
                     words += f" in its derivative ({call.operation})"
                     call = forward
-            direction: Direction = "forward" if node is None else "backward"
             inputs = tuple(InputRange.of(values) for values, _ in reads)
-            found = replace(call, direction=direction, inputs=inputs, text=words)
-            origin = _Origin(found, writes_inf and not has_nan and all(are_masks))
+            found = replace(call, direction="forward" if node is None else "backward", inputs=inputs, text=words)
+            origin = _Origin(found, writes_inf and worst != _NAN and all(are_masks))
         self._origins[_storage(output)] = (output, origin)
 
     def look_at(self, tensor: Tensor, kind: str, name: str) -> Finding | None:
         """Check a parameter, buffer or input before anything runs."""
-        if not is_measurable(tensor):
-            return None
-        has_nan, has_inf = _nan_and_inf(tensor)
-        if not (has_nan or has_inf) or (kind != "parameter" and not _is_more(tensor, nan=has_nan)):
+        if not is_measurable(tensor) or _worst(tensor) <= (_FINITE if kind == "parameter" else _MASK):
             return None
         module = "" if kind == "input" else name.rpartition(".")[0]
         text = f"The {kind} {name} holds {made(tensor)}, before anything has run.\nRemedy: {REMEDIES[kind]}."
@@ -236,9 +230,8 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def finding(self, sinks: Iterable[tuple[str, Tensor]]) -> Finding | None:
         """Return the origin of the first bad tensor among these, which should be finite; each has a description."""
         for name, tensor in sinks:
-            has_nan, has_inf = _nan_and_inf(tensor)
-            known = self._origins.get(_storage(tensor))
-            if known is not None and (has_nan or (has_inf and not known[1].is_intended)):
+            worst, known = _worst(tensor), self._origins.get(_storage(tensor))
+            if known is not None and worst > (_INF if known[1].is_intended else _FINITE):
                 return self._in_words(known[1], name)
         return None
 
@@ -270,17 +263,14 @@ def _is_infinite(given: Any) -> bool:
     return isinstance(given, float) and math.isinf(given)
 
 
-def _nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
-    """Return whether any element is NaN, and whether any is infinite. Waits for the device."""
+def _worst(tensor: Tensor) -> int:
+    """Return _FINITE, _MASK, _INF or _NAN. Waits for the device."""
     values = _real(tensor).detach()
     if bool(torch.isfinite(values).all()):
-        return False, False
-    return bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
-
-
-def _is_more(values: Tensor, *, nan: bool) -> bool:
-    """Return whether there is more than a mask, NaN or +Inf; -inf alone is taken for a mask."""
-    return nan or bool((values == torch.inf).any())
+        return _FINITE
+    if bool(torch.isnan(values).any()):
+        return _NAN
+    return _INF if bool((values == torch.inf).any()) else _MASK
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -293,8 +283,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _users_line() -> tuple[str | None, int | None]:
     """Return the innermost line of the stack that is neither torch's nor this package's."""
-    stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
-    return next((place for place in stack if not place[0].startswith(_NOT_THE_USERS)), (None, None))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return (None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _place(file: str | None, line: int | None) -> str:

@@ -32,7 +32,6 @@ class CallbackError(Exception):
 
 @contextmanager
 def raised_to_the_user() -> Iterator[None]:
-    """Wrap exceptions in a CallbackError."""
     try:
         yield
     except Exception as error:

@@ -154,7 +154,6 @@ def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:
 
 
 def has_fsdp1(models: Sequence[nn.Module]) -> bool:
-    """Whether FSDP1 shards any of these models."""
     return bool(_fsdp1_units(models))
 
 

@@ -8,7 +8,6 @@ import functools
 import math
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -325,7 +324,10 @@ class StepHooks(Listeners):
         steps = self._stack.steps
         if not steps:
             return
-        callers = {one for one, _ in traceback.walk_stack(sys._getframe(1) if frame is None else frame.f_back)}
+        callers, caller = set(), sys._getframe(1) if frame is None else frame.f_back
+        while caller is not None:
+            callers.add(caller)
+            caller = caller.f_back
         while steps and steps[-1].frame not in callers:
             self._end(steps.pop())
 
