@@ -378,7 +378,8 @@ class Watcher:
                     schedule.seconds_left_out += news.seconds_on_alerts
                     schedule.seconds_on_rows += news.seconds_on_rows
                 if self._parts.replay is not None and news.titles & _REPLAYED:
-                    self._sampler.end_counting()  # the next step is run again
+                    if not self._parts.thread.is_another:
+                        self._sampler.end_counting()  # the next step is run again
                     self._parts.replay.is_armed = True
                 if news.is_untraced:
                     schedule.distrust_versions()
