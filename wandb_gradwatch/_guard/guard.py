@@ -162,23 +162,24 @@ class SkipGuard(Remembers):
 
     def withholds(self, step: int, *, bad: bool) -> bool:
         """Return whether a step is skipped; raise a TooManySkippedStepsError after too many unhealthy ones in a row."""
-        if bad and self.then == "raise" and self.num_in_a_row >= self.max_in_a_row:
-            raise self._too_many(step, self.num_in_a_row + 1)
+        if bad:
+            self._refuse_too_many(step, self.num_in_a_row + 1)
         return bad and not self.lets_through
 
     def count(self, step: int, *, bad: bool, skipped: bool, was_asked: bool) -> None:
         """Count a finished step. If `withholds` was not asked, as the device has decided, this raises in its place."""
         self.num_in_a_row = self.num_in_a_row + 1 if bad else 0
         self.num_skipped += skipped
-        if skipped and not was_asked and self.then == "raise" and self.num_in_a_row > self.max_in_a_row:
-            raise self._too_many(step, self.num_in_a_row)
+        if skipped and not was_asked:
+            self._refuse_too_many(step, self.num_in_a_row)
 
-    def _too_many(self, step: int, num_in_a_row: int) -> TooManySkippedStepsError:
-        return TooManySkippedStepsError(
-            f"guard: {num_in_a_row} unhealthy steps in a row, up to step {step} "
-            f"(max_in_a_row={self.max_in_a_row}); the model no longer learns. Load an earlier checkpoint, "
-            'lower the learning rate, or use SkipGuard(then="continue").'
-        )
+    def _refuse_too_many(self, step: int, num_in_a_row: int) -> None:
+        if self.then == "raise" and num_in_a_row > self.max_in_a_row:
+            raise TooManySkippedStepsError(
+                f"guard: {num_in_a_row} unhealthy steps in a row, up to step {step} "
+                f"(max_in_a_row={self.max_in_a_row}); the model no longer learns. Load an earlier checkpoint, "
+                'lower the learning rate, or use SkipGuard(then="continue").'
+            )
 
 
 GuardArgument = Literal["skip"] | StepJudge | SkipGuard | None
