@@ -49,7 +49,8 @@ def train(batches, *, guard="skip", model=None, optimizer=torch.optim.SGD, loss=
     called = model if wrap is None else wrap(model)
     stepper, memory = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-3), MemorySink()
     loss = loss or (lambda output: output.square().mean())
-    watcher = wandb_gradwatch.watch(called, sinks=[memory], sample_every=1, guard=guard, **options)
+    options = {"sample_every": 1, "guard": guard, **options}
+    watcher = wandb_gradwatch.watch(called, sinks=[memory], **options)
     for number, batch in enumerate(batches, 1):
         loss(called(batch)).backward()
         if number % micro == 0:
@@ -236,14 +237,17 @@ class Cautious(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_without_a_guard_the_step_after_the_alert_is_traced():
-    # The batch of step 2 makes NaN. The optimizer sets non-finite elements to zero, so parameters stay finite.
-    _, alerts, notes = train([GOOD, BAD, BAD, GOOD], guard=None, on_nonfinite="trace", optimizer=Cautious)
-    assert min(alert.step for alert in alerts if alert.title in ("NaN gradient", "Inf gradient")) == 2
+@pytest.mark.parametrize(("sample_every", "bad"), [(1, 2), (10, 60)])  # step 61 would only be counted
+def test_without_a_guard_the_step_after_the_alert_is_traced(sample_every, bad):
+    # The batch of step `bad` makes NaN. The optimizer sets non-finite elements to zero, so parameters stay finite.
+    batches = [*[GOOD] * (bad - 1), BAD, BAD, GOOD]
+    options = {"guard": None, "on_nonfinite": "trace", "optimizer": Cautious, "sample_every": sample_every}
+    _, alerts, notes = train(batches, **options)
+    assert min(alert.step for alert in alerts if alert.title in ("NaN gradient", "Inf gradient")) == bad
     (step,) = found_in(notes)
-    assert step == 3
+    assert step == bad + 1
     (found,) = [alert for alert in alerts if alert.title == "First bad operation"]
-    assert found.step == 3
+    assert found.step == bad + 1
     assert f"aten.log in blocks.1, test_replay.py:{line_of(log_of_some)}" in found.text
 
 

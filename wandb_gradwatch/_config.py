@@ -17,6 +17,4 @@ class Config:
     sinks: tuple[Sink, ...]  # receive the snapshots and alerts
     rules: tuple[Rule, ...]  # raise the alerts
     on_alert: tuple[Callable[[Alert], object], ...]  # the user's functions, called with every alert that is sent
-    to_terminal: bool  # write error alerts to standard error, and the number of alerts at the end
-    # "trace": run a step again after a NaN or Inf, to name the operation that makes them
-    on_nonfinite: Literal["trace"] | None = None
+    on_nonfinite: Literal["trace"] | None  # "trace": run a step again after a NaN or Inf, to name its operation

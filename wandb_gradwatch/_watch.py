@@ -26,7 +26,7 @@ from ._config import Config
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, world_size
+from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, has_fsdp1, has_shards, rank, world_size
 from ._watcher import WATCHERS, Watcher
 from .metrics._metric import MetricLike, probes_of, rules_of
 from .metrics._parameters import ParameterHistograms
@@ -101,8 +101,7 @@ def watch(
 
     Args:
         model: a module, or a list or dict of modules.
-        log: which histograms are logged, as in `wandb.watch`: "gradients", "parameters" (as they are after an update),
-            or "all". Norms, counts and alerts are logged in every case.
+        log: which histograms are logged, as in `wandb.watch`: "gradients", "parameters" (after an update), or "all".
         run: the W&B run. None: `wandb.run` on rank 0; other ranks log only if `run` or `sinks` is given.
         include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
         exclude: do not watch parameters whose name matches; same types as `include`.
@@ -113,37 +112,33 @@ def watch(
         log_every: log a row every n optimizer steps. If `sample_every` is None, a row that costs as much as several
             samples waits until the window has that many.
         histogram_every: take histograms every n optimizer steps. None: for every row. 0: never.
-        max_overhead: the largest share of the training time that monitoring may take; 0.01 is one percent. Ignored if
-            `sample_every` is given.
+        max_overhead: the largest share of the training time that monitoring may take, 0.01 is one percent, if
+            `sample_every` is None.
         group_by: what one series shows: "parameter", "module", or a function from a parameter's name to a group's name.
             None: one parameter; with more than 256 parameters, neighbours are grouped, and a message says so once.
-        details: additional per-layer numbers in the W&B row, such as ("mean", "std"). Allowed are "mean", "std", "min",
-            "max", "abs_max", "abs_min_nonzero", "zero_ratio" and "received" (the norm that the optimizer received). A
-            dict logs each number only for layers whose name matches: {"std": r"^head", "received": "weight$"}.
-        metrics: additional metrics at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others from
-            `wandb_gradwatch.metrics`. Their own rules are added to the default rules.
+        details: additional per-layer numbers in the W&B row: "mean", "std", "min", "max", "abs_max", "abs_min_nonzero",
+            "zero_ratio" and "received" (the norm that the optimizer received). A dict logs each number only for layers
+            whose name matches: {"std": r"^head", "received": "weight$"}.
+        metrics: additional metrics at sampled steps, from `wandb_gradwatch.metrics`: `Metric(name, fn)`,
+            `Activations()`, `Attention()`, ... Their own rules are added to the default rules.
         rules: the rules that raise alerts. None: the default rules. []: no rules.
         sinks: where snapshots and alerts are written instead of the W&B run; if `run` is given too, both are written.
         on_alert: a function, or several, called with every alert that is sent. Its exceptions reach the training loop.
-        guard: "skip" does not apply steps whose gradients are not finite or explode. A function from a snapshot to bool
-            does not apply steps for which it returns True. A `SkipGuard` sets the limits. With a guard every step is
-            measured. The host does not wait for fused optimizers; any other optimizer, or a function, costs one read
-            from the device per step.
+        guard: do not apply some steps: "skip" those whose gradients are not finite or explode; those for which a
+            function from a snapshot to bool returns True; a `SkipGuard` sets limits. Every step is then measured, and
+            the host reads one result from the device per step, except for a fused optimizer without a function.
         on_nonfinite: "trace": after an alert of NaN or Inf, run the next step that starts with finite parameters once
             more and report the operation that makes them. A guard does so by default, for the bad step itself.
         dead_threshold: an element with |g| <= this counts as dead; in units of the unscaled gradient.
         optimizer: only needed if the optimizer updates copies of the parameters (master weights).
         scaler: the gradient scaler; only needed if it must be known before its first use.
-        loss_scale: what your own code divides the gradients by between backward() and step(), such as a constant
-            factor of the loss or the number of tokens. A number; a tensor, read when a backward ends; or a function of
-            the step number, called then. The logged norms are those of the divided gradients.
+        loss_scale: what your own code divides the gradients by between backward() and step(), such as the number of
+            tokens: a number; a tensor, read when a backward ends; or a function of the step number, called then. The
+            logged norms are those of the divided gradients.
         start_step: the number of optimizer steps already made, to continue a training.
         backend: "auto" or the name of a backend. On CPU "auto" uses "cpu" (torch and numpy), and "compiled" as soon as
             its loops are compiled in the background, which needs numba (the extra `fast`). "compiled" by name compiles
             before watch() returns; the first time that takes seconds.
-
-    Returns:
-        The watcher, with `remove()`, `flush()`, `latest`, `step` and `healthy`.
 
     Raises:
         TypeError: model is not a module or a collection of modules, or another argument has the wrong type.
@@ -152,33 +147,35 @@ def watch(
         RuntimeError: there is neither a run nor a sink; the backend cannot run on the model's device, or cannot be
             compiled.
 
-    Cost: a sampled step reads every gradient and every parameter in one batched pass and never waits for the device. A
-    step that is not sampled is only counted, with the hooks off. A hook per parameter runs at every step if there is a
-    guard, if optimizers step inside the backward, or if there is no optimizer. docs/benchmarks.md compares the times
-    with those of other monitors; docs/growth.md shows the host's time per tensor.
+    Cost: a sampled step reads every gradient and every parameter in one batched pass and never waits for the device;
+    other steps are only counted, with the hooks off. A hook per parameter runs at every step if there is a guard, if
+    optimizers step inside the backward, or if there is no optimizer. Measured in docs/benchmarks.md and docs/growth.md.
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
-    if log not in ("gradients", "parameters", "all"):
-        raise ValueError(f'log={log!r} must be "gradients", "parameters" or "all": which histograms are logged')
+    logs = ("gradients", "parameters", "all")
+    _check(log in logs, "log", log, '"gradients", "parameters" or "all": which histograms are logged')
     check_details(details)
-    if isinstance(start_step, bool) or not isinstance(start_step, Integral) or start_step < 0:
-        raise ValueError(f"start_step={start_step!r} must be a whole number of steps, at least 0")
+    is_whole = isinstance(start_step, Integral) and not isinstance(start_step, bool)
+    _check(is_whole and start_step >= 0, "start_step", start_step, "a whole number of steps, at least 0")
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
     cadence.every(start_step + 1)  # calls a sample_every function once, so that an invalid result raises here
     if has_deepspeed(module for _, module in with_prefixes(model)):
         raise ValueError(f"watch(): {DEEPSPEED_REFUSED}")
     registry = ParameterRegistry(model, include=include, exclude=exclude)
-    _check_group_by(group_by, registry)
+    if group_by is not None and not isinstance(group := group_function(group_by)(registry.names[0]), str):
+        found = f"{group!r} for {registry.names[0]!r}"
+        raise TypeError(f"group_by={group_by!r} must return a name, but returned {found}")
     is_on_cpu = all(parameter.device.type == "cpu" for _, parameter in registry.scan())
     if guard is not None and world_size() > 1 and backend == "auto" and is_on_cpu:
         backend = "cpu"  # replicas must decide bit for bit alike: none may use the compiled loops before another
-    _check_instance("scaler", scaler, GradScaler, "a torch.amp.GradScaler; for a scale of your own pass loss_scale=")
+    what = "a torch.amp.GradScaler; for a scale of your own pass loss_scale="
+    _check(isinstance(scaler, GradScaler | None), "scaler", scaler, what, TypeError)
     _check_loss_scale(loss_scale)
-    if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
-        raise ValueError(f"dead_threshold={dead_threshold!r} must be a number, at least 0")
-    _check_instance("optimizer", optimizer, Optimizer, "one torch.optim.Optimizer, and only for master weights")
-    if on_nonfinite not in (None, "trace"):
-        raise ValueError(f'on_nonfinite={on_nonfinite!r} must be "trace" or None')
+    is_number = isinstance(dead_threshold, int | float)
+    _check(is_number and 0 <= dead_threshold < math.inf, "dead_threshold", dead_threshold, "a number, at least 0")
+    what = "one torch.optim.Optimizer, and only for master weights"
+    _check(isinstance(optimizer, Optimizer | None), "optimizer", optimizer, what, TypeError)
+    _check(on_nonfinite in (None, "trace"), "on_nonfinite", on_nonfinite, '"trace" or None')
     callbacks = [on_alert] if callable(on_alert) else _sequence("on_alert", on_alert, "a function, or several")
     for callback in callbacks:
         if not callable(callback):
@@ -190,8 +187,8 @@ def watch(
     given = _sequence("rules", rules, "a list of rules, [] for none")
     chosen_rules = default_rules() + rules_of(chosen_metrics) if rules is None else list(map(as_rule, given))
     skip_guard = resolve_guard(guard)
-    if skip_guard is not None:
-        refuse_guard(registry.models(), function=skip_guard.is_bad is not None)
+    if skip_guard is not None and world_size() > 1 and has_shards(registry.models()):
+        refuse_guard(uses_fsdp1=has_fsdp1(registry.models()), function=skip_guard.is_bad is not None)
     chosen = _sequence("sinks", sinks, f"a list of {_SINKS}")
     for sink in chosen:
         if not isinstance(sink, Sink):
@@ -199,7 +196,10 @@ def watch(
     used_run = _run_of(run, sinks)
     _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)
 
-    _replace_watchers_of(registry)
+    for watcher in list(WATCHERS):
+        if watcher not in COMPANIONS.get() and any(map(watcher.watches, registry.models())):
+            logger.warning("wandb_gradwatch: the model was already watched; the new watch() replaces the earlier one.")
+            watcher.remove()
     if used_run is not None:
         namespace = _namespace(used_run, registry)
         chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace, details=details))
@@ -224,7 +224,6 @@ def watch(
             sinks=tuple(chosen),
             rules=tuple(chosen_rules),
             on_alert=tuple(callbacks),
-            to_terminal=rank() == 0,
             on_nonfinite=on_nonfinite,
         ),
         [each for _, each in with_prefixes(model)],
@@ -246,68 +245,58 @@ def unwatch(model: Models | None = None) -> None:
             watcher.remove()
 
 
+def _check(is_valid: bool, argument: str, value: object, what: str, error: type[Exception] = ValueError) -> None:
+    if not is_valid:
+        raise error(f"{argument}={value!r} must be {what}")
+
+
 def _sequence(argument: str, values: Any, what: str) -> list[Any]:
     """Return the values as a list; an empty one for None."""
-    if values is None:
-        return []
-    if isinstance(values, str) or not isinstance(values, Sequence | deque):
-        raise TypeError(f"{argument}={values!r} must be {what}")
-    return list(values)
-
-
-def _check_instance(argument: str, value: object, cls: type, what: str) -> None:
-    if value is not None and not isinstance(value, cls):
-        raise TypeError(f"{argument}={value!r} must be {what}")
-
-
-def _check_group_by(group_by: GroupBy | None, registry: ParameterRegistry) -> None:
-    if group_by is None:
-        return
-    group_of, name = group_function(group_by), registry.names[0]
-    if not isinstance(group := group_of(name), str):
-        raise TypeError(f"group_by={group_by!r} must return a name, but returned {group!r} for {name!r}")
-
-
-def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend: str, *, histogram: bool) -> None:
-    """Resolve the backend of every device, and start to compile what it needs."""
-    kernels: dict[torch.device, set[torch.dtype]] = {}
-    on_cpu = False
-    for slot, parameter in registry.scan():
-        on_cpu = on_cpu or parameter.device.type == "cpu"
-        if resolve_backend(backend, parameter.device, registry.names[slot]) == "cuda":
-            kernels.setdefault(parameter.device, set()).add(parameter.dtype)
-    if on_cpu:
-        compile_for_cpu(backend)
-    if not kernels:
-        return
-    in_buckets = world_size() > 1  # gradients contiguous in memory, as DDP and FSDP can place them
-    goes_on = threading.main_thread().is_alive
-
-    def compile_all() -> None:
-        from ._measure.cuda_launch import warm_up
-
-        options: dict[str, Any] = {"histogram": histogram, "in_buckets": in_buckets, "goes_on": goes_on}
-        try:
-            for device, dtypes in kernels.items():
-                warm_up(device, list(dtypes), dead_threshold=dead_threshold, **options)
-        except Exception as error:  # measure() gets the same error, and falls back or raises as `backend` demands
-            logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
-
-    # In the background: otherwise the first sampled step waits seconds for each kernel. Not a daemon thread: an
-    # interpreter that exits while a compiler runs may crash. The exit waits for one kernel.
-    threading.Thread(target=compile_all, name=_WARMING_UP, daemon=False).start()
+    is_sequence = isinstance(values, Sequence | deque) and not isinstance(values, str)
+    _check(values is None or is_sequence, argument, values, what, TypeError)
+    return list(values or ())
 
 
 def _check_loss_scale(loss_scale: object) -> None:
     if loss_scale is None or callable(loss_scale):
         return
     is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
-    if not is_number and not (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1):
-        raise TypeError(
-            f"loss_scale={loss_scale!r} must be a number, a tensor with one element, or a function of the step"
-        )
-    if isinstance(loss_scale, int | float) and not 0 < loss_scale < math.inf:
-        raise ValueError(f"loss_scale={loss_scale!r} must be above 0, and finite")
+    is_one = is_number or (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1)
+    what = "a number, a tensor with one element, or a function of the step"
+    _check(is_one, "loss_scale", loss_scale, what, TypeError)
+    if isinstance(loss_scale, int | float):
+        _check(0 < loss_scale < math.inf, "loss_scale", loss_scale, "above 0, and finite")
+
+
+def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend: str, *, histogram: bool) -> None:
+    """Resolve the backend of every device, and start to compile what it needs."""
+    kernels: dict[torch.device, set[torch.dtype]] = {}
+    for slot, parameter in registry.scan():
+        if resolve_backend(backend, parameter.device, registry.names[slot]) == "cuda":
+            kernels.setdefault(parameter.device, set()).add(parameter.dtype)
+    if any(parameter.device.type == "cpu" for _, parameter in registry.scan()):
+        compile_for_cpu(backend)
+    if not kernels:
+        return
+    options: dict[str, Any] = {
+        "dead_threshold": dead_threshold,
+        "histogram": histogram,
+        "in_buckets": world_size() > 1,  # gradients contiguous in memory, as DDP and FSDP can place them
+        "goes_on": threading.main_thread().is_alive,
+    }
+
+    def compile_all() -> None:
+        from ._measure.cuda_launch import warm_up
+
+        try:
+            for device, dtypes in kernels.items():
+                warm_up(device, list(dtypes), **options)
+        except Exception as error:  # measure() gets the same error, and falls back or raises as `backend` demands
+            logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
+
+    # In the background: otherwise the first sampled step waits seconds for each kernel. Not a daemon thread: an
+    # interpreter that exits while a compiler runs may crash. The exit waits for one kernel.
+    threading.Thread(target=compile_all, name=_WARMING_UP, daemon=False).start()
 
 
 def wait_for_kernels() -> None:
@@ -355,10 +344,3 @@ def _namespace(run: Any, registry: ParameterRegistry) -> str:
     if names & set(registry.names):
         registry.put_below(namespace)
     return namespace
-
-
-def _replace_watchers_of(registry: ParameterRegistry) -> None:
-    for watcher in list(WATCHERS):
-        if watcher not in COMPANIONS.get() and any(watcher.watches(model) for model in registry.models()):
-            logger.warning("wandb_gradwatch: the model was already watched; the new watch() replaces the earlier one.")
-            watcher.remove()

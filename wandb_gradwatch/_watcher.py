@@ -30,7 +30,7 @@ from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_state import load_state, save_state
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
 from ._runtime.notices import CannotWatchError
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank_store, world_size
+from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, rank_store, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
@@ -59,7 +59,7 @@ class Watcher:
         self._removed, self._is_new = False, True  # new: nothing has been delivered yet
         self._boundary = ErrorBoundary(self._failed)
         window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
-        self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
+        self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=rank() == 0)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
         self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect_some)
@@ -72,7 +72,6 @@ class Watcher:
                 self._operation_found,
                 parts.notices.say,
                 always=guarded,
-                open_step=lambda: parts.clock.open_step,
                 boundary=self._boundary,
                 store=rank_store(f"{name}/replay") if world_size() > 1 else None,
             )
@@ -379,7 +378,9 @@ class Watcher:
                     schedule.seconds_left_out += news.seconds_on_alerts
                     schedule.seconds_on_rows += news.seconds_on_rows
                 if self._parts.replay is not None and news.titles & _REPLAYED:
-                    self._parts.replay.arm()
+                    if not self._parts.thread.is_another:
+                        self._sampler.end_counting()  # the next step is run again
+                    self._parts.replay.is_armed = True
                 if news.is_untraced:
                     schedule.distrust_versions()
                 if news.is_unusual or news.titles:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry
-from .._runtime.steps import parameters_of
-from .._runtime.weak_ids import WeakKeyDictionary
+from .._runtime.steps import OptimizerTable, parameters_of
 from .._transfer.transfers import Names
 from .clock import SampleClock
 from .parameter_registry import ParameterRegistry
@@ -32,7 +31,7 @@ class OptimizerRegistry:
         self._registry, self._clock = registry, clock
         self._appointed = (lambda: None) if appointed is None else weakref.ref(appointed)
         self.left_out: set[int] = set()  # slots that a backward reached, but no optimizer updated
-        self._known: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        self._known: OptimizerTable[tuple[int, int]] = OptimizerTable()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._keys = itertools.count(1)
         self._version = registry.version  # when every optimizer was last looked at

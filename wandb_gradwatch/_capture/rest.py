@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from .._runtime.autograd import current_graph_task, num_nodes_made
 from .._runtime.error_boundary import contained, dynamo_disabled
 from .._runtime.sharding import world_size
-from .._runtime.steps import STEP_HOOKS, QuickCount, StepCounter
-from .._runtime.weak_ids import WeakKeyDictionary
+from .._runtime.steps import STEP_HOOKS, OptimizerTable, QuickCount, StepCounter
 from .clock import Closed
 from .gradient_versions import version_of
 from .hooks import accumulates
@@ -121,6 +120,8 @@ class StepRest(Rest):
         parts, last = self._parts, self._last
         if len(last) < _REGULAR or parts.by_hand.possible or not self._is_possible():
             return False
+        if parts.replay is not None and parts.replay.is_armed:  # the next step is run again
+            return False
         if frozenset.intersection(*last):
             return not parts.clock.stepped
         return all(len(stepped) == 1 for stepped in last)  # every step was a sample of its own
@@ -142,7 +143,7 @@ class StepRest(Rest):
         self._thread, self._last_node = get_ident(), num_nodes_made()
         self._is_only_one = parts.optimizers.num_known == 1  # no other optimizer owns a watched parameter
         # The optimizers whose steps are counted, with their keys; a step of another one ends the rest.
-        self._makers: WeakKeyDictionary[Optimizer, tuple[int, ScaledSteps]] = WeakKeyDictionary()
+        self._makers: OptimizerTable[tuple[int, ScaledSteps]] = OptimizerTable()
         for key, one in makers.items():
             self._makers[one] = key, SCALERS.steps_of(one)
         # The keys of those that step in every sample and complete it; without any, every step is a sample.

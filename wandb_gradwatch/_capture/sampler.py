@@ -211,8 +211,9 @@ class Sampler(Listener):
             self._commit(closed)
         if not inside_backward:
             self.parts.thread.step_begins()
-            if self.parts.replay is not None:
-                self.parts.replay.ask()
+        if self.parts.replay is not None:
+            self.parts.replay.before_step(self._clock.open_step, optimizer)
+        if not inside_backward:
             self._deliver()
             if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
                 self._joining = key
@@ -271,7 +272,7 @@ class Sampler(Listener):
         else:
             self.parts.optimizer_found()
             if self.parts.replay is not None:
-                self.parts.replay.step_skipped(optimizer)
+                self.parts.replay.step_skipped(self._clock.open_step)
             key = self.parts.optimizers.key(optimizer)
             self._commit(self._clock.step_begins(key))
             if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):

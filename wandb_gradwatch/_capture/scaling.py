@@ -23,10 +23,9 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from .._measure.elements import onto
-from .._runtime.error_boundary import CallbackError
+from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.notices import CannotWatchError
-from .._runtime.steps import STEP_HOOKS, Listener, Listeners, parameters_of
-from .._runtime.weak_ids import WeakKeyDictionary
+from .._runtime.steps import STEP_HOOKS, Listener, Listeners, OptimizerTable, parameters_of
 from .clock import SampleClock
 from .optimizer_registry import OptimizerRegistry
 
@@ -59,7 +58,7 @@ class GradScalers(Listeners):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: WeakKeyDictionary[Optimizer, ScaledSteps] = WeakKeyDictionary()
+        self._known: OptimizerTable[ScaledSteps] = OptimizerTable()
         self.last_used: weakref.ref[GradScaler] | None = None  # None: no scaler has been used so far
 
     def use(self, scaler: GradScaler) -> None:
@@ -102,7 +101,7 @@ class GradScalers(Listeners):
 
     def _uninstall(self) -> None:
         super()._uninstall()
-        self.last_used, self._known = None, WeakKeyDictionary()  # what steps which optimizer is not seen from now on
+        self.last_used, self._known = None, OptimizerTable()  # what steps which optimizer is not seen from now on
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled():
@@ -191,10 +190,8 @@ class LossScale:
         if callable(scale) and not isinstance(scale, Tensor):
             step = self._clock.open_step
             if self._answer[0] != step:
-                try:
+                with raised_to_the_user():
                     self._answer = step, scale(step)
-                except Exception as error:  # of the user's function
-                    raise CallbackError from error
             scale = self._answer[1]
         if isinstance(scale, Tensor):
             return onto(scale.detach().reshape(()), device)

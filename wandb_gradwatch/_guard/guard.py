@@ -1,15 +1,14 @@
 """Guards, which do not apply unhealthy steps: `watch(..., guard="skip")`, a function, or a SkipGuard with limits.
 
-If the host decides about a step, the guard learns from it at once; if the device decides, exactly 8 steps later. A
-delay of "as soon as it has arrived" would make the limits, and so the decisions, depend on the machine's timing and
-differ between runs and ranks.
+If the host decides about a step, the guard learns from it at once; if the device decides, exactly 8 steps later: "as
+soon as it has arrived" would let the decisions depend on the machine's timing, and differ between runs and ranks.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +16,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from .._analysis.baseline import limit_of
 from .._analysis.memory import PerKind, Remembers
-from .._runtime.error_boundary import CallbackError
 from ..snapshot import Snapshot
 
 # P watched parameters
 
 StepJudge = Callable[[Snapshot], bool]
-Present = tuple[tuple[str, ...], npt.NDArray[np.bool_]]  # names of all parameters [P]; which have a gradient [P]
 
 
 class _Past(Remembers):
@@ -54,18 +51,15 @@ class NormLimits(Remembers):
     _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
 
     def limit(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> float:
-        """Return the current limit for the total norm of these parameters' gradients."""
+        """Return the current limit for the total norm, where `present_P` of the named parameters have a gradient."""
         past = self._pasts.of(names, present_P)
         limit = math.inf if self.threshold is None else self.threshold
         if self.stds is None or not past.healthy:
             return limit
         if len(past.healthy) < self.warmup:
             return min(limit, self.warmup_factor * math.exp(max(past.healthy)))
-        recent = past.healthy[-max(self.window // 4, self.warmup) :]
-        for view in (past.healthy, recent):
-            usual = limit_of(view, stds=self.stds, min_factor=self.min_factor, record_factor=self.record_factor)
-            limit = min(limit, usual)
-        return limit
+        of = partial(limit_of, stds=self.stds, min_factor=self.min_factor, record_factor=self.record_factor)
+        return min(limit, of(past.healthy), of(past.healthy[-max(self.window // 4, self.warmup) :]))
 
     def learn(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_], norm: float, *, alarmed: bool) -> None:
         """Remember a total norm above 0; `alarmed`: it was above the limit."""
@@ -77,9 +71,6 @@ class NormLimits(Remembers):
             past.healthy = [*past.healthy[-(self.window - 1) :], log_norm]
         elif past.num_alarmed >= self.adapt_after:
             past.healthy, past.num_alarmed = past.all[-self.adapt_after :], 0
-
-
-DEFAULT_WINDOW: Final = NormLimits.window
 
 
 def judge_of_norms(
@@ -109,23 +100,20 @@ class SkipGuard(Remembers):
     """Skips unhealthy steps: decides before each optimizer step whether the gradients are applied.
 
     Every step is checked, including those between samples, by its gradients as the backward left them: unscaled, before
-    clipping. If several optimizers step after one backward, one that is skipped also skips those after it. A skipped
-    step leaves the optimizer's state and all its parameters, watched or not, bit for bit unchanged.
+    clipping. NaN and Inf are always unhealthy, a norm above the limits given here; the default is a factor of 20 and
+    3.5 standard deviations, less sensitive than the alerts, because a good batch that is skipped is lost. Inside the
+    backward, where the total norm is not known, only NaN and Inf are skipped. Steps replayed by a CUDA graph are not
+    guarded.
+
+    A skipped step leaves the optimizer's state and all its parameters, watched or not, bit for bit unchanged, and also
+    skips later optimizers of the same backward. It is counted (`gradwatch/num_guarded_steps`), and a message names the
+    first one.
 
     Torch's fused optimizers (`fused=True`: Adam, AdamW, SGD; Adagrad from torch 2.13) get the decision on the device,
     and the host never waits; the host learns, counts and raises 8 steps later. The first step of a fused optimizer
     (which creates its state), other optimizers, and `is_bad` cost one read from the device per step. Ranks that hold
-    shards decide together, by a small all-reduce per step: call `watch()` on all of them.
-
-    A step between samples costs as much as a sample without histogram and parameter norms, plus a dozen operations on
-    scalars. If it is skipped, it is counted (`gradwatch/num_guarded_steps`), and a message names the first one.
-
-    For an optimizer that steps inside the backward, only non-finite gradients are skipped, because the total norm is
-    not known there. Steps replayed by a CUDA graph are not guarded.
-
-    Gradients with NaN or Inf are always unhealthy. A norm is unhealthy above the limits given here; the default is a
-    factor of 20 and 3.5 standard deviations. The guard is less sensitive than the alerts, because an unnecessary alert
-    costs a glance, but a skipped good batch is lost.
+    shards decide together, by a small all-reduce per step: call `watch()` on all of them. A step between samples costs
+    as much as a sample without histogram and parameter norms, plus a dozen operations on scalars.
 
     Args:
         is_bad: replaces the limits: a function that gets a snapshot of the step and returns True to skip the step.
@@ -150,7 +138,7 @@ class SkipGuard(Remembers):
     threshold: float | None = None
     factor: float | None = None
     stds: float | None = None
-    window: int = DEFAULT_WINDOW
+    window: int = NormLimits.window
     replay: bool = True
     num_skipped: int = field(default=0, init=False)
     num_in_a_row: int = field(default=0, init=False)  # consecutive unhealthy steps, up to now
@@ -173,33 +161,25 @@ class SkipGuard(Remembers):
         return self.then == "continue" and self.num_in_a_row >= self.max_in_a_row
 
     def withholds(self, step: int, *, bad: bool) -> bool:
-        """Return whether a step is skipped, given whether it is unhealthy.
-
-        Raises:
-            TooManySkippedStepsError: too many unhealthy steps in a row.
-        """
-        if bad and self.then == "raise" and self.num_in_a_row >= self.max_in_a_row:
-            raise self._too_many(step, self.num_in_a_row + 1)
+        """Return whether a step is skipped; raise a TooManySkippedStepsError after too many unhealthy ones in a row."""
+        if bad:
+            self._refuse_too_many(step, self.num_in_a_row + 1)
         return bad and not self.lets_through
 
     def count(self, step: int, *, bad: bool, skipped: bool, was_asked: bool) -> None:
-        """Count a finished step: was it unhealthy, was it skipped, and was `withholds` called for it.
-
-        Raises:
-            TooManySkippedStepsError: too many unhealthy steps in a row, if the device has decided and `withholds` was
-                not called.
-        """
+        """Count a finished step. If `withholds` was not asked, as the device has decided, this raises in its place."""
         self.num_in_a_row = self.num_in_a_row + 1 if bad else 0
         self.num_skipped += skipped
-        if skipped and not was_asked and self.then == "raise" and self.num_in_a_row > self.max_in_a_row:
-            raise self._too_many(step, self.num_in_a_row)
+        if skipped and not was_asked:
+            self._refuse_too_many(step, self.num_in_a_row)
 
-    def _too_many(self, step: int, num_in_a_row: int) -> TooManySkippedStepsError:
-        return TooManySkippedStepsError(
-            f"guard: {num_in_a_row} unhealthy steps in a row, up to step {step} "
-            f"(max_in_a_row={self.max_in_a_row}); the model no longer learns. Load an earlier checkpoint, "
-            'lower the learning rate, or use SkipGuard(then="continue").'
-        )
+    def _refuse_too_many(self, step: int, num_in_a_row: int) -> None:
+        if self.then == "raise" and num_in_a_row > self.max_in_a_row:
+            raise TooManySkippedStepsError(
+                f"guard: {num_in_a_row} unhealthy steps in a row, up to step {step} "
+                f"(max_in_a_row={self.max_in_a_row}); the model no longer learns. Load an earlier checkpoint, "
+                'lower the learning rate, or use SkipGuard(then="continue").'
+            )
 
 
 GuardArgument = Literal["skip"] | StepJudge | SkipGuard | None
@@ -216,23 +196,13 @@ def resolve_guard(guard: GuardArgument) -> SkipGuard | None:
     raise ValueError(f'guard={guard!r} must be "skip", a function from a snapshot to True (skip), or a SkipGuard')
 
 
-@contextmanager
-def raised_to_the_user() -> Iterator[None]:
-    """Mark exceptions of the guard as meant for the training loop."""
-    try:
-        yield
-    except Exception as error:
-        raise CallbackError from error
-
-
 def honours_found_inf(optimizer: Optimizer) -> bool:
     """Return whether this optimizer's step changes nothing at all if `optimizer.found_inf` is 1.
 
     Only torch's own code is trusted: a subclass that does more in its step would still do it.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if type(optimizer).step not in (Adam.step, AdamW.step, SGD.step, Adagrad.step):
+    is_torchs = type(optimizer).step in (Adam.step, AdamW.step, SGD.step, Adagrad.step)
+    if not (is_torchs and getattr(optimizer, "_step_supports_amp_scaling", False)):
         return False
     return all(group.get("fused") and _has_state(optimizer, group) for group in optimizer.param_groups)
 

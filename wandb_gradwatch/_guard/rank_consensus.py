@@ -1,37 +1,31 @@
 """Sums over the ranks that hold shards of one model, with each element counted once, so that all decide alike."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._measure.elements import upload, wide_dtype
-from .._runtime.sharding import has_fsdp1, is_sharded, local_part, world_size
+from .._runtime.sharding import is_sharded, local_part
 
 # N parameters of an optimizer
 
-FSDP1_REFUSED: Final = (
-    "guard= does not work with FullyShardedDataParallel (FSDP1), whose ranks could not decide alike; "
-    "use fully_shard (FSDP2), or guard=None"
-)
-FUNCTION_REFUSED: Final = (
-    "guard= was given a function, which sees only the shards of its own rank and could decide otherwise on another; "
-    'with a sharded model use guard="skip"'
-)
 
-
-def refuse_guard(models: Sequence[nn.Module], *, function: bool) -> None:
-    """Raise at watch() the ValueError that `StepSkipping` would otherwise raise at the first step."""
-    if world_size() == 1:
-        return
-    if has_fsdp1(models):
-        raise ValueError(FSDP1_REFUSED)
-    if function and any(is_sharded(parameter) for model in models for parameter in model.parameters()):
-        raise ValueError(FUNCTION_REFUSED)
+def refuse_guard(*, uses_fsdp1: bool, function: bool) -> None:
+    """Raise a ValueError for a guard that ranks with shards of one model cannot follow alike."""
+    if uses_fsdp1:
+        raise ValueError(
+            "guard= does not work with FullyShardedDataParallel (FSDP1), whose ranks could not decide alike; "
+            "use fully_shard (FSDP2), or guard=None"
+        )
+    if function:
+        raise ValueError(
+            "guard= was given a function, which sees only the shards of its own rank and could decide otherwise on "
+            'another; with a sharded model use guard="skip"'
+        )
 
 
 class RankConsensus:
@@ -51,16 +45,15 @@ class RankConsensus:
                 f"guard= needs one device mesh that has all ranks of the others, but the parameters of one optimizer "
                 f"are on {', '.join(map(str, meshes.values()))}; use guard=None, or an optimizer for each mesh"
             )
-        self._share = {slot: _num_shards(p) / int(self._mesh.size()) for slot, p in parameters.items()}
-        self._weights: dict[tuple[object, ...], Tensor] = {}
+        self._shares_N = np.array([_num_shards(parameters[slot]) for slot in sorted(parameters)]) / self._mesh.size()
+        self._weights: dict[torch.device, Tensor] = {}
         self._device = local_part(next(iter(parameters.values()))).device
 
-    def weights(self, slots: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the weight of this rank's row per slot, so that the sum over ranks counts each element once: [N]."""
-        key = (like.device, *slots)
-        if key not in self._weights:
-            self._weights[key] = upload(np.array([self._share[slot] for slot in slots]), like.device)
-        return self._weights[key]
+    def weights(self, device: torch.device) -> Tensor:
+        """Return this rank's weight of each row, by slot, with which the sum counts each element once: [N]."""
+        if device not in self._weights:
+            self._weights[device] = upload(self._shares_N, device)
+        return self._weights[device]
 
     def abstain(self) -> None:
         """Take part in a sum with NaN. The sum is then NaN on every rank, which exceeds no limit."""
@@ -74,7 +67,6 @@ class RankConsensus:
 
 
 def _num_shards(parameter: Any) -> int:
-    """Return the number of different shards of a parameter."""
     if not is_sharded(parameter):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

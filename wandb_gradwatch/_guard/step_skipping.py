@@ -10,12 +10,14 @@ later         decide()      the guard learns from them
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,14 +26,15 @@ from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
+from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, is_sharded, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
-from .guard import Present, SkipGuard, honours_found_inf, raised_to_the_user
-from .rank_consensus import FSDP1_REFUSED, FUNCTION_REFUSED, RankConsensus
+from .guard import SkipGuard, honours_found_inf
+from .rank_consensus import RankConsensus, refuse_guard
 
 # N parameters of an optimizer
 
@@ -54,7 +57,7 @@ class _Opinion:
     values: list[float] | Transfer  # a transfer until they are fetched
 
     def fetch(self) -> list[float]:
-        """Return the values on the host; waits for the transfer."""
+        """Return the values; waits for the transfer."""
         if isinstance(self.values, Transfer):
             self.values.arrived(wait=True)
             self.values = list(map(float, self.values.take()))
@@ -73,9 +76,8 @@ class _Step:
 class StepSkipping(Listener):
     """Applies a guard's decisions to the optimizers.
 
-    If the monitor fails, the other ranks still wait for this rank's vote at every step. It then listens to steps itself
-    and abstains, which ends the guard on all ranks at once: this rank cannot tell whether its gradients are healthy,
-    and models would diverge if ranks decided differently.
+    If the monitor fails, the other ranks still wait for this rank's vote. It then listens to steps itself and abstains,
+    which ends the guard on all ranks at once: models would diverge if ranks decided differently.
     """
 
     def __init__(
@@ -86,18 +88,17 @@ class StepSkipping(Listener):
         known: Callable[[], Names],  # returns the current names, and which are trainable
         notices: Notices,
     ) -> None:
-        self._guard, self._window, self._known = guard, window, known
+        self._guard, self._window, self._shards, self._known, self._notices = guard, window, shards, known, notices
         self.replay: StepReplay | None = None  # runs a bad step again
         self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
-        self._shards = shards
         self._consensuses: dict[tuple[int, ...], RankConsensus] = {}  # of each optimizer, by its slots
         self._version = -1  # of the parameters, when the consensuses were made
-        self._notices = notices
         self._unlearnt: deque[_Step] = deque()
         self._has_voted = False  # on the step that an optimizer is about to make
-        self._slot_of_id: Mapping[int, int] | None = None  # after the monitor has failed: the parameters to vote on
+        self._slot_of_id: Mapping[int, int] = {}  # after the monitor has failed: the parameters to vote on
         self._pinned_pool = PinnedPool()
-        self._undo: list[tuple[Optimizer, Callable[[], None]]] = []  # restores what a step was deprived of, or given
+        # By the id of an optimizer that steps: restores what it was deprived of, or given.
+        self._deprived: defaultdict[int, ExitStack] = defaultdict(ExitStack)
         self._opinions: list[_Opinion] = []  # of the open step
         self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
         self._last_withheld: Tensor | bool = False  # the same of the last closed step
@@ -122,7 +123,9 @@ class StepSkipping(Listener):
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
         limit = math.inf if inside_backward else self._guard.norms.limit(*self._present(slots))
-        sums = self._sums(slots, _home(entries), consensus)
+        # A fused optimizer copies `found_inf` to other devices itself, but would not wait before the host reads it.
+        home = min((parameter.device for _, parameter in entries), key=lambda device: device.type != "cpu")
+        sums = self._sums(slots, home, consensus)
         bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
         if honours_found_inf(optimizer):
             self._decide_there(optimizer, slots, sums, bad_there, learns=not inside_backward)
@@ -131,18 +134,11 @@ class StepSkipping(Listener):
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
 
     def _consensus(self, entries: Sequence[Entry], version: int) -> RankConsensus | None:
-        """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole.
-
-        Raises:
-            CallbackError: the ranks could decide differently.
-        """
+        """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole."""
         if not self._shards.any:
             return None
         with raised_to_the_user():
-            if self._shards.uses_fsdp1:
-                raise ValueError(FSDP1_REFUSED)
-            if self._guard.is_bad is not None:
-                raise ValueError(FUNCTION_REFUSED)
+            refuse_guard(uses_fsdp1=self._shards.uses_fsdp1, function=self.needs_rows)
             if version != self._version:
                 self._version, self._consensuses = version, {}
             slots = tuple(slot for slot, _ in entries)
@@ -150,7 +146,8 @@ class StepSkipping(Listener):
                 self._consensuses[slots] = RankConsensus(dict(entries))
             return self._consensuses.get(slots)
 
-    def _present(self, slots: Sequence[int]) -> Present:
+    def _present(self, slots: Sequence[int]) -> tuple[tuple[str, ...], npt.NDArray[np.bool_]]:
+        """Return the names of all parameters [P], and which are in these slots [P]."""
         names = self._known().names
         present_P = np.zeros(len(names), dtype=bool)
         present_P[list(slots)] = True
@@ -173,14 +170,11 @@ class StepSkipping(Listener):
         """Decide about a step, or abstain if the monitor fails before its vote, because the other ranks wait for it."""
         self._has_voted = False
         decide()
-        if self._slot_of_id is not None and not self._has_voted:
+        if self._slot_of_id and not self._has_voted:
             self.before_step(optimizer, inside_backward=False)
 
     def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
-        """After a failure of the monitor, keep voting: where ranks decide together, they wait for every rank.
-
-        Returns whether there may be anything to vote on.
-        """
+        """Vote after a failure of the monitor, too. Returns whether there may be anything to vote on."""
         if world_size() == 1:
             return False
         self._slot_of_id = dict(slot_of_id)
@@ -199,17 +193,13 @@ class StepSkipping(Listener):
             RankConsensus(parameters).abstain()
 
     def _held_by(self, optimizer: Optimizer) -> dict[int, Tensor]:
-        slot_of_id = self._slot_of_id or {}
-        return {slot: p for p in parameters_of(optimizer) if (slot := slot_of_id.get(id(p))) is not None}
+        slots = ((self._slot_of_id.get(id(parameter)), parameter) for parameter in parameters_of(optimizer))
+        return {slot: parameter for slot, parameter in slots if slot is not None}
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Restore the gradients and `found_inf` of this optimizer, or of all."""
-        undo, self._undo = self._undo, []
-        for stepped, restore in undo:
-            if optimizer is None or stepped is optimizer:
-                restore()
-            else:
-                self._undo.append((stepped, restore))
+        for key in list(self._deprived) if optimizer is None else [id(optimizer)]:
+            self._deprived.pop(key, ExitStack()).close()
 
     def end_step(self, number: int) -> None:
         """Close the open step under this number."""
@@ -263,10 +253,9 @@ class StepSkipping(Listener):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's state, and the steps not learned from yet, in plain numbers. Waits for the device."""
-        unlearnt = [
-            {**vars(step), "opinions": [{**vars(one), "values": one.fetch()} for one in step.opinions]}
-            for step in self._unlearnt
-        ]
+        for opinion in (one for step in self._unlearnt for one in step.opinions):
+            opinion.fetch()
+        unlearnt = [asdict(step) for step in self._unlearnt]
         return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": float(self._num_withheld)}
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
@@ -275,10 +264,9 @@ class StepSkipping(Listener):
         self._num_withheld = float(state["num_withheld"])
         self._unlearnt.clear()
         for step in state["unlearnt"]:
-            opinions = [
-                _Opinion(**(one | {"slots": tuple(sorted(place[slot] for slot in one["slots"] if slot in place))}))
-                for one in step["opinions"]
-            ]
+            opinions = [_Opinion(**one) for one in step["opinions"]]
+            for opinion in opinions:
+                opinion.slots = tuple(sorted(place[slot] for slot in opinion.slots if slot in place))
             self._unlearnt.append(_Step(step["number"], opinions, step["was_read"]))
 
     def _sums(self, slots: tuple[int, ...], home: torch.device, consensus: RankConsensus | None) -> Tensor:
@@ -291,7 +279,7 @@ class StepSkipping(Listener):
         for rows_NC in self._window.open_rows(slots):
             if rows_NC.device.type == "cpu" and home.type != "cpu":
                 continue
-            weighted_NC = rows_NC if consensus is None else rows_NC * consensus.weights(slots, rows_NC)[:, None]
+            weighted_NC = rows_NC if consensus is None else rows_NC * consensus.weights(rows_NC.device)[:, None]
             sums_C = weighted_NC.nansum(dim=0)  # missing rows are NaN
             num_nonfinite = sum((sums_C[column] for column in NONFINITE_COLUMNS), torch.zeros_like(sums_C[0]))
             parts.append(onto(torch.stack((num_nonfinite, sums_C[Column.GRAD_SUM_SQ])), home))
@@ -315,7 +303,7 @@ class StepSkipping(Listener):
             self._withheld = True
             if self.replay is not None and values[0] > 0:  # something is not finite
                 self.replay.look(step)
-            self._undo.append((optimizer, _take_gradients(optimizer)))
+            self._deprived[id(optimizer)].enter_context(_without_gradients(optimizer))
 
     def _decide_there(
         self, optimizer: Optimizer, slots: tuple[int, ...], sums: Tensor, bad: Tensor, *, learns: bool
@@ -329,19 +317,10 @@ class StepSkipping(Listener):
             withheld = skipped & ~overflowed
             # The kernels compare found_inf with exactly 1, and subtract it from the step counters.
             found_inf = (skipped | overflowed).to(torch.float32)
-            self._undo.append((optimizer, _set_found_inf(optimizer, found_inf)))
+            self._deprived[id(optimizer)].enter_context(_with_found_inf(optimizer, found_inf))
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
         self._opinions.append(_Opinion(slots, learns, self._pinned_pool.send(torch.cat((sums, flags)))))
-
-
-def _home(entries: Sequence[Entry]) -> torch.device:
-    """Return the device for an optimizer's sums: the CPU if a parameter is there, otherwise the first one's device.
-
-    A fused optimizer copies `found_inf` to its other devices itself, but would not wait before the host reads it.
-    """
-    devices = [parameter.device for _, parameter in entries]
-    return next((device for device in devices if device.type == "cpu"), devices[0])
 
 
 def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
@@ -352,32 +331,27 @@ def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
     return count + one_more
 
 
-def _take_gradients(optimizer: Optimizer) -> Callable[[], None]:
-    """Set all gradients that this optimizer could use, watched or not, to None. Returns what gives them back."""
+@contextmanager
+def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Set all gradients that this optimizer could use, watched or not, to None meanwhile."""
     taken = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
     for parameter, _ in taken:
         parameter.grad = None
-
-    def give_back() -> None:
-        if current_graph_task() == -1:  # otherwise the step raised, and the next backward makes new ones
-            for parameter, gradient in taken:
-                if parameter.grad is None:
-                    parameter.grad = gradient
-
-    return give_back
+    yield
+    if current_graph_task() == -1:  # otherwise the step raised, and the next backward makes new ones
+        for parameter, gradient in taken:
+            if parameter.grad is None:
+                parameter.grad = gradient
 
 
-def _set_found_inf(optimizer: Optimizer, found_inf: Tensor) -> Callable[[], None]:
-    """Set the device's decision in place of the loss scaler's `found_inf`. Returns what restores the latter."""
-    named: Any = optimizer
-    scalers: Tensor | None = getattr(named, "found_inf", None)
-    named.found_inf = found_inf
-
-    def restore() -> None:
-        if getattr(named, "found_inf", None) is found_inf:
-            if scalers is None:
-                del named.found_inf
-            else:
-                named.found_inf = scalers
-
-    return restore
+@contextmanager
+def _with_found_inf(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
+    """Put the device's decision in the place of the loss scaler's `found_inf` meanwhile."""
+    before: Tensor | None = getattr(optimizer, "found_inf", None)
+    optimizer.found_inf = found_inf
+    yield
+    if getattr(optimizer, "found_inf", None) is found_inf:
+        if before is None:
+            del optimizer.found_inf
+        else:
+            optimizer.found_inf = before

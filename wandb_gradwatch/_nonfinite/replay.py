@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._runtime.autograd import current_graph_task, replay
-from .._runtime.error_boundary import ErrorBoundary, graph_is_captured
-from .._runtime.outputs import tensors_of
+from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.sharding import has_shards, local_part, rank, world_size
-from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
-from .._runtime.wrappers import TransientHook, unwrapped
+from .._runtime.steps import parameters_of
+from .._runtime.wrappers import TransientHook, leaves_in, unwrapped
 from .search import logger, search, unchanged
 from .trace import Finding
 
@@ -40,11 +39,11 @@ class _Forward:
     is_over: bool = False
 
 
-class StepReplay(Listener):
+class StepReplay:
     """Keeps the inputs of the open step's forwards, and runs the forwards again on request.
 
     With a guard (`always`) it keeps the inputs of every step, and the guard calls `look()`. Otherwise it keeps only
-    those of the step after `arm()`, which it runs again right before the optimizer steps. `note` gets the step, the
+    those of a step after it `is_armed`, which it runs again right before the optimizer steps. `note` gets the step, the
     finding, and True if the step's alert is too early to name it. Ranks exchange findings in `store` (None: one rank).
     """
 
@@ -55,69 +54,52 @@ class StepReplay(Listener):
         notice: Callable[[str, str], None],
         *,
         always: bool,
-        open_step: Callable[[], int],
         boundary: ErrorBoundary,
         store: Store | None,
     ) -> None:
-        self._note, self._notice, self._open_step, self._boundary = note, notice, open_step, boundary
-        self._models = [weakref.ref(model) for model in models]
-        self._always, self._is_armed = always, False
+        self._note, self._notice, self._always, self._boundary, self._store = note, notice, always, boundary, store
+        # An alert of NaN or Inf has come: run the next step that begins with finite parameters once more. With a guard,
+        # which calls look() for its own steps: only the next step that a gradient scaler skips.
+        self.is_armed = False
         self._forwards: list[_Forward] = []
         self._num_replays = 0
-        self._store = store
         self._is_asking = False  # rank 0 found nothing in its part of the batch; another rank may have
         self._last_bad = -2  # the last bad step, so that each episode is replayed only once
         self._handles: list[RemovableHandle] = []
         for model in models:
             self._handles.append(model.register_forward_pre_hook(TransientHook(self, self._began), with_kwargs=True))
             self._handles.append(model.register_forward_hook(TransientHook(self, self._ended)))
-        if not always:
-            STEP_HOOKS.subscribe(self)
-
-    @property
-    def is_keeping(self) -> bool:
-        return (self._always or self._is_armed) and not self._boundary.in_forked_child
 
     @property
     def is_open(self) -> bool:
-        return self.is_keeping and torch.is_grad_enabled() and not replay.is_running
+        """Whether the inputs of a forward that runs now are kept."""
+        keeps = (self._always or self.is_armed) and not self._boundary.in_forked_child
+        return keeps and torch.is_grad_enabled() and not replay.is_running
 
     def close(self) -> None:
         """Remove the hooks and drop all inputs. Further calls do nothing."""
-        STEP_HOOKS.unsubscribe(self)
         for handle in self._handles:
             handle.remove()
         self.forget()
 
-    def arm(self) -> None:
-        """Run the next step that begins with finite parameters once more, after an alert of NaN or Inf.
-
-        With a guard, which calls look() for its own steps, only the next step that a gradient scaler skips.
-        """
-        self._is_armed = True
-
-    def step_skipped(self, optimizer: Optimizer) -> None:
-        """Called when a gradient scaler skips the open step, which is intended unless an alert has armed the replay."""
-        if self._is_armed:
-            self._look_armed()
+    def step_skipped(self, step: int) -> None:
+        """A gradient scaler skips the open step, which is intended unless an alert has armed the replay."""
+        if self.is_armed:
+            self._look_armed(step)
         self.forget()
 
-    def _look_armed(self) -> None:
-        self._is_armed = False
-        self.look(self._open_step(), armed=True)
+    def before_step(self, step: int, optimizer: Optimizer) -> None:
+        self._ask()
+        if self.is_armed and self._forwards and not self._always:
+            # Check local shards only: gathering whole parameters would wait for ranks that are not armed.
+            parts = (local_part(parameter.detach()) for parameter in parameters_of(optimizer))
+            if all(bool(torch.isfinite(part).all()) for part in parts):
+                self._look_armed(step)
+            self.forget()
 
-    def follows(self, optimizer: Optimizer) -> bool:
-        if not self.is_keeping or not self._forwards:
-            return False
-        models = [model for reference in self._models if (model := reference()) is not None]
-        ours = {id(parameter) for model in models for parameter in model.parameters()}
-        return any(id(parameter) in ours for parameter in parameters_of(optimizer))
-
-    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        # Check local shards only: gathering whole parameters would wait for ranks that are not armed.
-        if all(bool(torch.isfinite(local_part(parameter.detach())).all()) for parameter in parameters_of(optimizer)):
-            self._look_armed()
-        self.forget()
+    def _look_armed(self, step: int) -> None:
+        self.is_armed = False
+        self.look(step, armed=True)
 
     def forget(self) -> None:
         """Drop the inputs of the step, because it is over."""
@@ -146,13 +128,12 @@ class StepReplay(Listener):
             self._num_replays = _MAX_REPLAYS
             logger.exception("wandb_gradwatch could not run step %d again; training goes on, and is not replayed", step)
 
-    def ask(self) -> None:
+    def _ask(self) -> None:
         """On rank 0, if its own part of the bad step was finite: read what another rank has found in its part.
 
         The other rank writes it before the next step's gradients are reduced, so no rank waits after that.
         """
-        key = str(self._num_replays)
-        if self._is_asking and self._store is not None and self._store.check([key]):
+        if self._is_asking and self._store is not None and self._store.check([key := str(self._num_replays)]):
             step, _, found = self._store.get(key).decode().partition(" ")
             self._note(int(step), found, True)
         self._is_asking = False
@@ -178,12 +159,12 @@ class StepReplay(Listener):
         if not model.training or (forward := next(running, None)) is None:
             return
         forward.is_over = True
-        for place, tensor in enumerate(tensors_of(output)):
+        for place, (_, tensor) in enumerate(leaves_in(output)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(forward.gradients.__setitem__, place))  # type: ignore[no-untyped-call]
 
     def _is_possible(self) -> bool:
-        if current_graph_task() != -1 or graph_is_captured():
+        if current_graph_task() != -1:
             return False
         models = [model for forward in self._forwards if (model := forward.model()) is not None]
         # A forward on this rank alone would hang where it waits for other ranks.

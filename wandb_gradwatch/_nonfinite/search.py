@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from .._runtime.autograd import replay
 from .._runtime.error_boundary import dynamo_disabled
-from .._runtime.outputs import tensors_of
-from .._runtime.wrappers import named_modules, named_tensors, unwrapped
+from .._runtime.wrappers import leaves_in, named_modules, named_tensors, unwrapped
 from .trace import REMEDIES, Finding, NonfiniteTrace, made
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -47,8 +46,8 @@ def find_nonfinite(
         ('aten.log', None)
     """
     root = _root_of(model, "find_nonfinite")
-    kwargs = inputs if isinstance(inputs, Mapping) else {}
-    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    args = args if isinstance(args, tuple) else (args,)
 
     def loss_of(output: Any) -> list[tuple[str, Tensor]]:
         if loss_function is None:
@@ -63,8 +62,8 @@ def find_nonfinite(
 
 
 def outputs_of(output: Any) -> list[tuple[str, Tensor]]:
-    """Return the floating-point tensors of a model's output, each with a description."""
-    return [("the model's output", tensor) for tensor in tensors_of(output)]
+    """Return the tensors of a model's output, each with a description."""
+    return [("the model's output", tensor) for _, tensor in leaves_in(output)]
 
 
 @dynamo_disabled
@@ -78,13 +77,12 @@ def search(
 ) -> Finding | None:
     """Run one forward and backward of an unwrapped model under the trace; the caller restores what they change.
 
-    `loss_of` returns the tensors that the backward starts from, each with a description; `gradients` are their
-    gradients by position; None: ones.
+    `loss_of` returns the tensors that the backward starts from, and `gradients` are theirs by position; None: ones.
     """
     arrived = next(filter(None, map(made, (gradients or {}).values())), None)
     trace = NonfiniteTrace(model)
     parameters, buffers = named_tensors(named_modules(model)), named_tensors(named_modules(model), "_buffers")
-    given = {str(place): tensor for place, tensor in enumerate(tensors_of((args, kwargs)))}
+    given = {str(place): tensor for place, (_, tensor) in enumerate(leaves_in((args, kwargs)))}
     for kind, named in (("parameter", parameters), ("buffer", buffers), ("input", given)):
         for name, tensor in named.items():
             if (finding := trace.look_at(tensor.detach(), kind, name)) is not None:

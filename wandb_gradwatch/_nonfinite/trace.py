@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
+from types import FrameType
 from typing import Any, Final, Literal
 
 import torch
@@ -20,16 +21,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .._analysis.formatting import listing
-from .._runtime.outputs import is_measurable
-from .._runtime.wrappers import named_modules
+from .._runtime.autograd import num_nodes_made
+from .._runtime.wrappers import is_measurable, named_modules
 
-_NOT_THE_USERS: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_NOT_THE_USERS: Final = (  # beginnings of files
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    "<frozen ",
+    "<eval_with_key>",
+)
 _ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # return uninitialised memory
 _OVERWRITES: Final = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.normal_", "aten.uniform_", "aten.random_")
 _NEAR_OVERFLOW: Final = 4.0  # an element within this factor of a half-precision format's maximum is reported
 _HALVES: Final = (torch.float16, torch.bfloat16)
-
-Direction = Literal["forward", "backward"]
+_FINITE, _MASK, _INF, _NAN = range(4)  # what a tensor holds at worst; -Inf without +Inf is taken for a mask
 
 _SHOWN: Final = 3  # indices of bad elements
 
@@ -66,12 +71,12 @@ class InputRange:
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), low, high, *counts)
 
     def __str__(self) -> str:
-        shape = "x".join(map(str, self.shape)) or "a number"
-        span = "" if math.isnan(self.minimum) else f", {self.minimum:.3g} to {self.maximum:.3g}"
-        words = [f"{shape} of {self.dtype}{span}"]
+        words = f"{'x'.join(map(str, self.shape)) or 'a number'} of {self.dtype}"
+        if not math.isnan(self.minimum):
+            words += f", {self.minimum:.3g} to {self.maximum:.3g}"
         zero = "zeros" if self.num_zero > 1 else "zero"
         counts = {zero: self.num_zero, "negative": self.num_negative, "not finite": self.num_nonfinite}
-        return ", ".join(words + [f"{count} {name}" for name, count in counts.items() if count])
+        return words + "".join(f", {count} {name}" for name, count in counts.items() if count)
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Finding:
 
     operation: str
     module: str | None
-    direction: Direction
+    direction: Literal["forward", "backward"]
     file: str | None
     line: int | None
     inputs: tuple[InputRange, ...]
@@ -175,37 +180,31 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         call = Finding(operation, self._stack[-1] if self._stack else None, "forward", *_users_line(), (), "")
         # Autograd creates an operation's node just before the operation runs. Later operations with the same sequence
         # number have no node, or belong to a backward.
-        self._calls.setdefault(torch.autograd._get_sequence_nr() - 1, call)  # type: ignore[attr-defined]
+        self._calls.setdefault(num_nodes_made() - 1, call)
         for tensor in outputs:
             self._follow(tensor, call, reads, (args, kwargs))
         return result
 
     def _follow(self, output: Tensor, call: Finding, reads: list[_Read], given: Any) -> None:
-        has_nan, has_inf = _nan_and_inf(output)
-        if not has_nan and not has_inf:
+        worst = _worst(output)
+        if worst == _FINITE:
             if output.dtype in _HALVES and output.detach().abs().max() > torch.finfo(output.dtype).max / _NEAR_OVERFLOW:
                 place = "" if call.module is None else f" in {call.module or 'the model itself'}"
                 self.near_overflow[f"{call.operation}{place}, {_place(call.file, call.line)}"] = None
             return
-        sources: list[_Origin] = []
-        are_masks: list[bool] = []  # of each bad tensor that it read and whose origin is not known
-        for values, storage in reads:
-            nan, inf = _nan_and_inf(values)
-            if nan or inf:
-                if (known := self._origins.get(storage)) is not None:
-                    sources.append(known[1])
-                else:
-                    are_masks.append(not _is_more_than_a_mask(values, nan=nan))
+        bad = [(storage, read) for values, storage in reads if (read := _worst(values)) != _FINITE]
+        sources = [self._origins[storage][1] for storage, _ in bad if storage in self._origins]
+        are_masks = [read == _MASK for storage, read in bad if storage not in self._origins]
         node = torch._C._current_autograd_node()
         # In a backward: the forward operation whose derivative is being computed.
         forward = call if node is None else self._calls.get(node._sequence_nr())
         guilty = [origin for origin in sources if not origin.is_intended]
-        if guilty or (sources and not has_nan):
+        if guilty or (sources and worst != _NAN):
             origin = min(guilty or sources, key=lambda one: one.number)
             if forward is not None and forward.module is not None:
                 origin.reached[forward.module] = None
         else:  # the operation read nothing bad with a known origin, or made a NaN from a mask
-            writes_inf = any(are_masks) or any(math.isinf(value) for value in _numbers(given))
+            writes_inf = any(are_masks) or any(map(_is_infinite, tree_leaves(given)))
             words = made(output)
             if node is not None:
                 if forward is None or isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -215,18 +214,14 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 else:
                     words += f" in its derivative ({call.operation})"
                     call = forward
-            direction: Direction = "forward" if node is None else "backward"
             inputs = tuple(InputRange.of(values) for values, _ in reads)
-            found = replace(call, direction=direction, inputs=inputs, text=words)
-            origin = _Origin(found, writes_inf and not has_nan and all(are_masks))
+            found = replace(call, direction="forward" if node is None else "backward", inputs=inputs, text=words)
+            origin = _Origin(found, writes_inf and worst != _NAN and all(are_masks))
         self._origins[_storage(output)] = (output, origin)
 
     def look_at(self, tensor: Tensor, kind: str, name: str) -> Finding | None:
         """Check a parameter, buffer or input before anything runs."""
-        if not is_measurable(tensor):
-            return None
-        has_nan, has_inf = _nan_and_inf(tensor)
-        if not (has_nan or has_inf) or (kind != "parameter" and not _is_more_than_a_mask(tensor, nan=has_nan)):
+        if not is_measurable(tensor) or _worst(tensor) <= (_FINITE if kind == "parameter" else _MASK):
             return None
         module = "" if kind == "input" else name.rpartition(".")[0]
         text = f"The {kind} {name} holds {made(tensor)}, before anything has run.\nRemedy: {REMEDIES[kind]}."
@@ -235,9 +230,8 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def finding(self, sinks: Iterable[tuple[str, Tensor]]) -> Finding | None:
         """Return the origin of the first bad tensor among these, which should be finite; each has a description."""
         for name, tensor in sinks:
-            has_nan, has_inf = _nan_and_inf(tensor)
-            known = self._origins.get(_storage(tensor))
-            if known is not None and (has_nan or (has_inf and not known[1].is_intended)):
+            worst, known = _worst(tensor), self._origins.get(_storage(tensor))
+            if known is not None and worst > (_INF if known[1].is_intended else _FINITE):
                 return self._in_words(known[1], name)
         return None
 
@@ -262,26 +256,21 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     return [given[name] for name in writes if name in given]
 
 
-def _numbers(given: Any) -> Iterator[float]:
-    """Yield every float, and the value of every floating-point scalar tensor, among the arguments."""
-    for leaf in tree_leaves(given):
-        if isinstance(leaf, float):
-            yield leaf
-        elif isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point():
-            yield leaf.item()
+def _is_infinite(given: Any) -> bool:
+    """Whether an argument is an infinite number or floating-point scalar tensor."""
+    if isinstance(given, Tensor) and given.ndim == 0 and given.is_floating_point():
+        given = given.item()
+    return isinstance(given, float) and math.isinf(given)
 
 
-def _nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
-    """Return whether any element is NaN, and whether any is infinite. Waits for the device."""
+def _worst(tensor: Tensor) -> int:
+    """Return _FINITE, _MASK, _INF or _NAN. Waits for the device."""
     values = _real(tensor).detach()
     if bool(torch.isfinite(values).all()):
-        return False, False
-    return bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
-
-
-def _is_more_than_a_mask(values: Tensor, *, nan: bool) -> bool:
-    """Return whether there is NaN or +Inf; -inf alone is taken for a mask."""
-    return nan or bool((values == torch.inf).any())
+        return _FINITE
+    if bool(torch.isnan(values).any()):
+        return _NAN
+    return _INF if bool((values == torch.inf).any()) else _MASK
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -294,13 +283,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _users_line() -> tuple[str | None, int | None]:
     """Return the innermost line of the stack that is neither torch's nor this package's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_NOT_THE_USERS, "<frozen ", "<eval_with_key>")):
-            return file, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return None, None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return (None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _place(file: str | None, line: int | None) -> str:

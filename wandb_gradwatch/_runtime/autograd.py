@@ -23,9 +23,8 @@ def backward_root() -> Tensor | None:
     """The scalar on which the current backward was called: the loss, or the part of it that is differentiated.
 
     None if it is unknown: `backward()` was called on several tensors, on a tensor with several elements, or with a
-    gradient argument; `torch.autograd.grad` was called; or several threads run a backward. The engine does not provide
-    its root, but the call is still on a stack: that of this thread, or, if a device's thread runs the backward, that of
-    the thread that waits for it.
+    gradient argument; `torch.autograd.grad` was called; or several threads run a backward. The call is found on the
+    stack of this thread or, if a device's thread runs the backward, of the thread that waits for it.
     """
     call = _backward_call(sys._getframe())
     if call is None:
@@ -33,12 +32,10 @@ def backward_root() -> Tensor | None:
         if len(of_threads) != 1:
             return None
         call = of_threads[0]
-    names = call.f_locals
-    tensors, of_tensors = names.get("tensors"), names.get("grad_tensors")
+    tensors, given = call.f_locals.get("tensors"), call.f_locals.get("grad_tensors")
     root = tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else tensors
-    if isinstance(of_tensors, tuple | list):
-        of_tensors = None if all(one is None for one in of_tensors) else of_tensors
-    if not isinstance(root, Tensor) or root.numel() != 1 or root.is_complex() or of_tensors is not None:
+    has_gradient = any(one is not None for one in (given if isinstance(given, tuple | list) else [given]))
+    if not isinstance(root, Tensor) or root.numel() != 1 or root.is_complex() or has_gradient:
         return None
     return root
 

@@ -1,14 +1,12 @@
-"""The error boundary: the only place where exceptions of the monitor are caught, so that training continues.
-
-This module also excludes hooks and callbacks from compilation, since Dynamo would trace them in a compiled step.
-"""
+"""The only place where exceptions of the monitor are caught, so that training continues; hooks without compilation."""
 
 import functools
 import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import torch
@@ -32,11 +30,16 @@ class CallbackError(Exception):
     """Wraps an exception of a user's callback, its `__cause__`, which must reach the training loop."""
 
 
-class ErrorBoundary:
-    """Runs the monitor's code: one call at a time, without autograd, and timed.
+@contextmanager
+def raised_to_the_user() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CallbackError from error
 
-    After an exception, `failed` is called with it, and no further code is run.
-    """
+
+class ErrorBoundary:
+    """Runs the monitor's code, timed, one call at a time and without autograd, until one raises: `failed` is called."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self.stopped = False
@@ -60,7 +63,7 @@ class ErrorBoundary:
         self, function: Callable[Arguments, Answer], /, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Answer | None:
         """Call the function and return its result; None if it raises or the monitor has stopped."""
-        if self.stopped or os.getpid() != self._process or graph_is_captured():
+        if self.stopped or os.getpid() != self._process or _graph_is_captured():
             return None
         began = time.perf_counter()
         # A sample makes thousands of short-lived tuples, which trigger garbage collections of the whole program: half
@@ -103,31 +106,31 @@ class ErrorBoundary:
                 gc.enable()
 
     def is_hidden(self) -> bool:
-        """Whether the time of the outermost call has cost nothing so far, because the device is behind the host."""
+        """Whether the outermost call has cost no time so far, because the device is behind the host."""
         return self.lag is not None and self._is_busy()
 
     def fail(self, error: Exception) -> None:
-        """Stop and report an error. Code that only counts steps calls this directly, because `run` would cost more.
+        """Stop and report an error, or raise it again if the user's signal handler has raised it.
 
-        An exception of the user's signal handler is raised again instead.
+        Code that only counts steps calls this directly, because `run` would cost more.
         """
         raise_interruption(error)
         self.stopped = True
         self._failed(error)
 
 
-def graph_is_captured() -> bool:
+def _graph_is_captured() -> bool:
     """Whether a CUDA graph is being captured: kernels launched now would be part of every replay."""
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def graph_is_made() -> bool:
     """Whether a CUDA graph is being captured, or a compiler traces with fake tensors."""
-    return graph_is_captured() or _get_current_dispatch_mode() is not None
+    return _graph_is_captured() or _get_current_dispatch_mode() is not None
 
 
 def dynamo_disabled(function: Function) -> Function:
-    """Mark a function so that Dynamo neither traces it nor compiles the functions that it calls.
+    """Mark a hook so that Dynamo neither traces it, in a compiled step, nor compiles the functions that it calls.
 
     This does what `torch.compiler.disable` does, without the import of the compiler (seconds) and without an additional
     frame (0.5 us per hook). The attribute applies to calls that Dynamo traces; the strategy applies to frames that
@@ -166,9 +169,9 @@ def contained(method: Callable[Concatenate[Any, Arguments], None]) -> Callable[C
 
 
 def alone(method: Callable[Concatenate[Any, Arguments], Answer]) -> Callable[Concatenate[Any, Arguments], Answer]:
-    """Make a method callable from any thread, by excluding the monitor's code in the training thread meanwhile.
+    """Run a method under its object's lock, `_own_turn()`; an exception of a user's callback is raised unchanged.
 
-    The object's `_own_turn()` is the lock. An exception of a user's callback is raised unchanged.
+    Any thread may call the method: the monitor's code in the training thread waits meanwhile.
     """
 
     @functools.wraps(method)

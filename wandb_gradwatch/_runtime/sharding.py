@@ -1,7 +1,7 @@
 """Sharded tensors: the local part of a tensor, and whether this rank counts it in the whole."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -26,8 +26,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def local_gradient(parameter: Tensor) -> Tensor:
     """The local part of a parameter's gradient, with the placements of the parameter.
 
-    A gradient that is still a partial sum over ranks is reduced first, as the optimizer would do. The reduction is a
-    collective, which all ranks reach in the same order, because all of them own the parameter.
+    A gradient that is still a partial sum over ranks is reduced first, as the optimizer would do, by a collective that
+    all ranks reach in the same order, because all of them own the parameter.
     """
     gradient = parameter.grad
     assert gradient is not None
@@ -50,18 +50,12 @@ def rank() -> int:
 
 
 def rank_store(name: str) -> Store:
-    """A separate set of keys in the store of the program's default process group.
+    """A separate set of keys in the store of the program's default process group, for which torch has no public name.
 
-    torch has no public function for this store. The public `new_group` is unsuitable, because all ranks must call it in
-    the same order as the user's groups: a rank that does not watch would block the others, and the next group, which
-    torch names by the number of groups on each rank, would never form.
+    The public `new_group` is unsuitable: a rank that does not watch would block the others, and the user's next group,
+    which torch names by the number of groups on each rank, would never form.
     """
     return PrefixStore(f"gradwatch-{name}", _get_default_store())
-
-
-# The ranks that hold shards of a parameter, and whether this rank's shard is counted if these ranks include the
-# parameter's first rank. Shards of other ranks are replicas.
-_Share = tuple[frozenset[int], bool]
 
 
 DEEPSPEED_REFUSED: Final = (
@@ -74,24 +68,21 @@ def has_deepspeed(models: Iterable[nn.Module]) -> bool:
     """Whether one of these models is a DeepSpeed engine or is trained by one, which shows by its forward hooks."""
     if "deepspeed" not in sys.modules:
         return False
-    return any(
-        any(cls.__name__ == "DeepSpeedEngine" for cls in type(module).__mro__)
-        or any(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in module._forward_pre_hooks.values())
-        for model in models
-        for module in model.modules()
-    )
+    modules = [module for model in models for module in model.modules()]
+    classes = (cls.__name__ for module in modules for cls in type(module).__mro__)
+    hooks = (getattr(hook, "__module__", "") for module in modules for hook in module._forward_pre_hooks.values())
+    return "DeepSpeedEngine" in classes or any(name.startswith("deepspeed.") for name in hooks)
 
 
 class Shards:
-    """The parameters that are sharded over ranks, and the rows that this rank counts in the whole.
-
-    Every rank counts its shards. If several ranks hold replicas, the first of these ranks counts them.
-    """
+    """The parameters that are sharded over ranks, and the rows that this rank counts: of replicas, the first rank's."""
 
     def __init__(self) -> None:
         self.any = False  # whether any parameter is sharded; the same on every rank
         self.uses_fsdp1 = False
-        self._shares: dict[int, _Share] = {}  # the sharded parameters, by slot
+        # By the slot of a sharded parameter: the ranks that hold its shards, and whether this rank's shard is counted,
+        # if these ranks include the parameter's first rank. Shards of other ranks are replicas.
+        self._shares: dict[int, tuple[frozenset[int], bool]] = {}
         self._first: dict[int, int] = {}  # by slot, the first rank that has the parameter; rank 0 if there is no entry
 
     def update(self, entries: Iterable[tuple[int, Tensor]], models: Sequence[nn.Module]) -> None:
@@ -115,8 +106,7 @@ class Shards:
     def split(self, ranks_P: Sequence[frozenset[int]]) -> bool:
         """Record that ranks have different parameters: for each of this rank's parameters, the ranks that have it.
 
-        Returns:
-            Whether the rows can be merged. They cannot if a rank holds a shard of a parameter but does not watch it.
+        Returns whether the rows can be merged: not if a rank holds a shard of a parameter but does not watch it.
         """
         self._first = {slot: min(ranks) for slot, ranks in enumerate(ranks_P)}
         self.any = True
@@ -131,9 +121,8 @@ class Shards:
         return counted_P
 
 
-def _share_of(parameter: Tensor) -> _Share:
+def _share_of(dtensor: Any) -> tuple[frozenset[int], bool]:
     """The ranks of a DTensor, and whether this rank counts its part: the first of each set of replicas does."""
-    dtensor = cast("Any", parameter)
     mesh = dtensor.device_mesh
     coordinate = mesh.get_coordinate()
     counts = coordinate is not None and all(
@@ -143,11 +132,12 @@ def _share_of(parameter: Tensor) -> _Share:
     return frozenset(mesh.mesh.flatten().tolist()), counts
 
 
-def _fsdp1_units(models: Sequence[nn.Module]) -> Iterator[Any]:
+def _fsdp1_units(models: Sequence[nn.Module]) -> list[Any]:
     fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if fsdp1 is not None:
-        for model in models:
-            yield from (module for module in model.modules() if isinstance(module, fsdp1.FullyShardedDataParallel))
+    if fsdp1 is None:
+        return []
+    cls = fsdp1.FullyShardedDataParallel
+    return [module for model in models for module in model.modules() if isinstance(module, cls)]
 
 
 def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:
@@ -164,8 +154,7 @@ def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:
 
 
 def has_fsdp1(models: Sequence[nn.Module]) -> bool:
-    """Whether FSDP1 shards any of these models."""
-    return any(True for _ in _fsdp1_units(models))
+    return bool(_fsdp1_units(models))
 
 
 def has_shards(models: Sequence[nn.Module]) -> bool:

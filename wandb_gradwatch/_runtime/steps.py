@@ -9,10 +9,10 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,10 +27,30 @@ from torch.utils.hooks import RemovableHandle
 from .autograd import current_graph_task, num_nodes_made
 from .error_boundary import ADDED_FRAMES, ErrorBoundary, dynamo_disabled
 
+Value = TypeVar("Value")
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that an optimizer holds, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class OptimizerTable(Generic[Value]):
+    """Maps optimizers to values, by identity: an optimizer that defines __eq__ has no hash. Keeps none alive."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Optimizer], Value]] = {}
+
+    def __setitem__(self, optimizer: Optimizer, value: Value) -> None:
+        number, entries = id(optimizer), self._entries
+        entries[number] = (weakref.ref(optimizer, lambda _: entries.pop(number, None)), value)
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter([one for reference, _ in list(self._entries.values()) if (one := reference()) is not None])
+
+    def get(self, optimizer: Optimizer | None) -> Value | None:
+        entry = self._entries.get(id(optimizer))
+        return None if entry is None else entry[1]
 
 
 class StepCounter:
@@ -118,18 +138,16 @@ class Listeners:
                 self._uninstall()
 
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-        """Modules or classes, attribute names, and wrappers, which receive the original as their first argument."""
+        """Modules or classes, attribute names, and wrappers, which get the original as their first argument."""
         return ()
 
     def _install(self) -> None:
-        """Install the wrappers unless they are installed."""
         for owner, name, wrapper in () if self._originals else self._wrappers():
             if (original := owner.__dict__.get(name)) is not None:  # an inherited method is wrapped at its own class
                 self._originals.append((owner, name, original))
                 setattr(owner, name, _wrapped(original, wrapper))
 
     def _uninstall(self) -> None:
-        """Remove the wrappers if they are installed."""
         for owner, name, original in reversed(self._originals):
             setattr(owner, name, original)
         self._originals = []
@@ -145,14 +163,10 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
 
 @dataclass(eq=False)
 class _Step:
-    """A running step and its frame in the call stack.
-
-    The frame itself is kept, because its id may be reused as soon as the frame is freed. A step that raised keeps its
-    frame until the thread's next step or backward.
-    """
+    """A running step, or one that raised, until the thread's next step or backward."""
 
     optimizer: Optimizer
-    frame: FrameType
+    frame: FrameType  # of its call; not the frame's id, which may be reused as soon as the frame is freed
     inside_backward: bool
     listeners: list[Listener]
     is_muted: bool = False

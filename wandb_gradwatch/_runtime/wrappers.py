@@ -1,8 +1,9 @@
-"""Wrappers around models (torch.compile, DDP, FSDP), and hooks that do not prevent copying or pickling a model."""
+"""Wrappers around models (torch.compile, DDP, FSDP), the tensors in what models return, hooks that can be pickled."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Literal
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -76,3 +77,32 @@ class TransientHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in an output that is measurable, attached to the graph as it is, with its path.
+
+    A lone tensor has the path "". Tensors in tuples, lists, dicts and dataclasses have paths such as "output_0" and
+    "output_hidden_1", made of indices and keys.
+    """
+    if is_measurable(output):
+        yield path, output
+    items: Any = ()
+    if isinstance(output, Mapping):
+        items = output.items()
+    elif isinstance(output, tuple | list):
+        items = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        items = [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
+    for key, value in items:
+        yield from leaves_in(value, f"{path or 'output'}_{key}")
+
+
+def is_measurable(thing: object) -> TypeGuard[Tensor]:
+    """Return whether this is a non-empty floating-point or complex tensor.
+
+    A tensor under vmap or grad represents many tensors and has no elements of its own.
+    """
+    if not isinstance(thing, Tensor) or not (thing.is_floating_point() or thing.is_complex()):
+        return False
+    return thing.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(thing)

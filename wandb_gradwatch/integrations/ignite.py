@@ -13,8 +13,9 @@ import numpy as np
 
 from .._capture.parameter_registry import Models, with_prefixes
 from .._capture.probes import WatchedTensor
-from .._guard.guard import DEFAULT_WINDOW, SkipGuard, judge_of_norms, raised_to_the_user
+from .._guard.guard import NormLimits, SkipGuard, judge_of_norms
 from .._measure.measure import measure_received
+from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.sharding import has_shards
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot
@@ -80,7 +81,7 @@ class GradWatch(Watching):
         max_norm: float | None = None,
         stds: float | None = None,
         factor: float | None = None,
-        window: int = DEFAULT_WINDOW,
+        window: int = NormLimits.window,
         rule: Callable[[float], bool] | None = None,
         skip: bool = False,
         on_spike: Callable[[Any], object] | None = None,

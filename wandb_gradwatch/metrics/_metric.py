@@ -13,8 +13,8 @@ from .._capture.parameter_registry import Models, NameFilter, with_prefixes
 from .._capture.probes import Probe, WatchedTensor
 from .._interruptions import raise_interruption
 from .._measure.elements import wide_dtype
-from .._runtime.outputs import is_measurable
 from .._runtime.sharding import is_sharded
+from .._runtime.wrappers import is_measurable
 from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall, Match, ModuleIndex, hands_over, logger

@@ -15,9 +15,8 @@ from .._capture.scaling import SCALERS, scale_tensor
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
-from .._runtime.outputs import is_measurable, leaves_in
 from .._runtime.sharding import is_sharded
-from .._runtime.wrappers import unwrapped
+from .._runtime.wrappers import is_measurable, leaves_in, unwrapped
 from ..snapshot import keys
 from ._forward_hooks import ForwardHooks, Match, ModuleFilter, ModuleIndex, hands_over, logger
 from ._metric import Metric

@@ -12,8 +12,8 @@ from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import measure
 from .._measure.probe_values import ProbeHistogram
-from .._runtime.outputs import leaves_in
 from .._runtime.sharding import local_part
+from .._runtime.wrappers import leaves_in
 
 # M tensors, C columns, B histogram bins
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from .._capture.probes import Found
 from .._measure.elements import onto, wide_dtype
-from .._runtime.outputs import is_measurable
+from .._runtime.wrappers import is_measurable
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall, ModuleFilter
 from ._module_probe import ForwardProbe
