@@ -2,10 +2,9 @@
 
 import secrets
 import threading
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from .history import RunHistory
 from .page import render_data, render_page
@@ -34,8 +33,8 @@ class PageServer(ThreadingHTTPServer):
         self._thread.start()
 
     def update(self, history: RunHistory) -> None:
-        self.version += 1
         self.history = history
+        self.version += 1
 
     def close(self) -> None:
         self.shutdown()
@@ -48,27 +47,27 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page, target = self.server, urlsplit(self.path)
-        history, version = page.history, page.version
+        version, history = page.version, page.history  # updated in the other order: content is never older than told
         # A foreign host name that resolves to this server is another origin, whose pages must not read this one.
         hosts = {f"{LOOPBACK}:{page.server_port}", f"localhost:{page.server_port}"}
         origin = self.headers.get("Origin")
         if self.headers.get("Host") not in hosts or (origin and urlsplit(origin).netloc not in hosts):
-            return self._send(HTTPStatus.FORBIDDEN, "text/plain", "Only pages of this very address are answered.")
+            return self._send(403, "text/plain", "Only pages of this very address are answered.")
         if target.path not in (f"/{page.token}/", f"/{page.token}/data"):
-            missing = "The address lacks its token, or this page is not there."
-            return self._send(HTTPStatus.NOT_FOUND, "text/plain", missing)
+            return self._send(404, "text/plain", "The address lacks its token, or this page is not there.")
         page.fetched = version
         if target.path.endswith("/"):
-            return self._send(HTTPStatus.OK, "text/html", render_page(history, version=version))
-        if parse_qs(target.query).get("after") == [str(version)]:
-            return self._send(HTTPStatus.NO_CONTENT, "application/json", "")
-        return self._send(HTTPStatus.OK, "application/json", render_data(history, version))
+            return self._send(200, "text/html", render_page(history, version=version))
+        if target.query == f"after={version}":
+            return self._send(204, "application/json", "")
+        return self._send(200, "application/json", render_data(history, version))
 
-    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+    def _send(self, status: int, kind: str, text: str) -> None:
         body = text.encode()
         self.send_response(status)
-        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
-        for name, value in (_HEADERS | headers).items():
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
