@@ -45,10 +45,9 @@ class OwnSeries:
 class HistogramSeries:
     """Histograms of one name over time; the bins of each have equal width between its own limits."""
 
-    steps: IntArray  # [H] the step of each histogram
-    # [H] the limits:
-    low: FloatArray
-    high: FloatArray
+    steps: IntArray  # [H]
+    low: FloatArray  # [H] the lower limit
+    high: FloatArray  # [H] the upper limit
     counts: FloatArray  # [H, B] number of elements in each bin
 
 
@@ -61,33 +60,27 @@ class RunHistory:
     steps: IntArray  # [R] steps of the rows with `gradwatch/step`, ascending and unique
     values: Mapping[str, FloatArray]  # by scalar key of wandb_gradwatch: values [R]; NaN if missing
     name: str = ""  # the run's display name, or its id
-    project: str = ""  # the project; "" if unknown
+    project: str = ""  # "" if unknown
     started_at: str = ""  # ISO time of the start; "" if unknown
     config: Mapping[str, Any] = field(default_factory=dict)  # the run's configuration
     finished: bool = True  # whether the file ends with the run's exit record
     exit_code: int | None = None  # from the exit record; None without one
     num_rows: int = 0  # rows of the whole history, including the user's
-    # [R] times at which the rows were logged, in seconds since 1970; NaN, or empty, if unknown
-    times: FloatArray = field(default_factory=lambda: np.empty(0))
-    # W&B's own step of every row of wandb_gradwatch, at the sample's step; None if unknown
-    wandb_steps: OwnSeries | None = None
-    # By scalar key of the user: all its values, from rows with and without `gradwatch/step`
-    own: Mapping[str, OwnSeries] = field(default_factory=dict)
-    # By name (as in the key, without the prefix): its histograms
-    histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)
-    # By family of watch(metrics=...), then by name: its histograms
+    times: FloatArray = field(
+        default_factory=lambda: np.empty(0)
+    )  # [R] in seconds since 1970; NaN, or empty, if unknown
+    wandb_steps: OwnSeries | None = None  # W&B's own step of our rows, at the sample's step; None if unknown
+    own: Mapping[str, OwnSeries] = field(default_factory=dict)  # by scalar key of the user
+    histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)  # by name as in the key
+    # By family of watch(metrics=...), then by name
     family_histograms: Mapping[str, Mapping[str, HistogramSeries]] = field(default_factory=dict)
     alerts: tuple[RecordedAlert, ...] = ()  # in the order in which they were sent
     flight_recorder: RecordedTable | None = None  # the last table logged as `gradwatch/flight_recorder`
-    # Problems of the file that a viewer must know: truncated, damaged, still open
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # problems of the file that a viewer must know: truncated, damaged, still open
 
     @cached_property
     def names(self) -> list[str]:
-        """The watched names as in the keys, with `/` for `.`.
-
-        The order is the model's, if the run's configuration has it; other names follow in natural order (2 before 10).
-        """
+        """The watched names as in the keys, with `/` for `.`, in the model's order; see in_order."""
         parts = (key.partition("/") for key in self.values)
         found = dict.fromkeys(name for family, slash, name in parts if slash and family in keys.LAYER_FAMILIES)
         return self.in_order(found | dict.fromkeys(self.histograms))
@@ -103,10 +96,7 @@ class RunHistory:
 
     @cached_property
     def _told_names(self) -> dict[str, str]:
-        """The model's spelling by the name in a key, in the model's order.
-
-        The names come from the run's configuration, because a W&B history does not keep the order of its keys.
-        """
+        """The model's spelling by the name in a key, in the model's order, which a W&B history does not keep."""
         settings = self.config.get("gradwatch")
         told: object = settings.get("names") if isinstance(settings, Mapping) else None
         return {keys.in_key(str(name)): str(name) for name in told} if isinstance(told, list) else {}
@@ -114,11 +104,8 @@ class RunHistory:
     @cached_property
     def _places(self) -> dict[str, int]:
         """The position in the model of each name, and of each module that contains a name."""
-        place: dict[str, int] = {}
-        for name in self._told_names:
-            for prefix in _with_modules(name):
-                place.setdefault(prefix, len(place))
-        return place
+        prefixes = dict.fromkeys(prefix for name in self._told_names for prefix in _with_modules(name))
+        return {prefix: place for place, prefix in enumerate(prefixes)}
 
     def first_of(self, *names: str) -> FloatArray:
         """Return the values of the first of these keys that the run has: [R]; NaN if it has none."""
@@ -129,18 +116,20 @@ class RunHistory:
         """Return one family of watch(metrics=...): by name, then by metric, values [R]; in the model's order."""
         found: dict[str, dict[str, FloatArray]] = {}
         for key, values in self.values.items():
-            parts = keys.split_metric(key)
-            if parts is not None and parts[0] == family:
-                found.setdefault(parts[1], {})[parts[2]] = values
+            of, name, metric = keys.split_metric(key) or ("", "", "")
+            if of == family:
+                found.setdefault(name, {})[metric] = values
         return {name: found[name] for name in self.in_order(found)}
 
     def in_order(self, names: Iterable[str]) -> list[str]:
-        """Sort names in the model's order; a module without parameters goes where its parent module is."""
-        place = self._places
+        """Sort names in the model's order; a module without parameters goes where its parent module is.
+
+        Names that the run's configuration does not place follow in natural order (2 before 10).
+        """
 
         def order(name: str) -> tuple[int, list[tuple[int, int, str]]]:
-            known = (place[prefix] for prefix in _with_modules(name) if prefix in place)
-            return next(known, len(place)), natural_order(name)
+            known = (self._places[prefix] for prefix in _with_modules(name) if prefix in self._places)
+            return next(known, len(self._places)), natural_order(name)
 
         return sorted(names, key=order)
 

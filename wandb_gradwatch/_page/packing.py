@@ -38,13 +38,12 @@ MAX_STORED: Final = 100_000  # histograms over all names: about 70 MB
 
 
 class Blob:
-    """Concatenated arrays; the JSON holds the offset of each."""
+    """Concatenated arrays: what is added is known by its offset."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def add(self, data: bytes) -> int:
-        """Append bytes and return their offset."""
         self._data += data
         return len(self._data) - len(data)
 
@@ -68,12 +67,9 @@ class Blob:
 def quantise(values: FloatArray, *, signed: bool) -> tuple[npt.NDArray[np.uint16], float, float]:
     """Store non-negative values as steps of their logarithm; values of both signs as linear steps.
 
-    Half a step is at most a hundred-thousandth of the range.
-
-    Returns:
-        The codes, of the same shape, and (start, step). A code from CODE_FIRST to CODE_LAST is the value
-        10 ** (start + step * (code - CODE_FIRST)), or without the power for signed values. NaN, -Inf, and negative
-        values in an unsigned matrix are CODE_MISSING.
+    Returns the codes, of the same shape, start and step. A code from CODE_FIRST to CODE_LAST is the value
+    10 ** (start + step * (code - CODE_FIRST)), or without the power for signed values. NaN, -Inf, and negative values
+    in an unsigned matrix are CODE_MISSING.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = values if signed else np.log10(values)
@@ -100,18 +96,12 @@ def pack_histograms(
     for index, one in series:
         stride = pool_width(len(one.steps), max(8, max_bytes // (bins * len(series))))
         kept = slice((len(one.steps) - 1) % stride, None, stride)  # always includes the last one
-        counts = one.counts[kept]
-        total = counts.sum(axis=1, keepdims=True)
-        share = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
-        items.append(
-            {
-                "name": index,
-                "total": len(one.steps),
-                "steps": one.steps[kept].tolist(),
-                "limits": blob.add_floats(np.concatenate([one.low[kept], one.high[kept]])),
-                "shares": blob.add(np.rint(255 * np.sqrt(share)).astype(np.uint8).tobytes()),
-            }
-        )
+        total = one.counts[kept].sum(axis=1, keepdims=True)
+        share = one.counts[kept] / np.maximum(total, 1)  # counts are whole
+        limits = blob.add_floats(np.concatenate([one.low[kept], one.high[kept]]))
+        shares = blob.add(np.rint(255 * np.sqrt(share)).astype(np.uint8).tobytes())
+        steps = one.steps[kept].tolist()
+        items.append({"name": index, "total": len(one.steps), "steps": steps, "limits": limits, "shares": shares})
     return {"bins": bins, "items": items}
 
 
@@ -171,7 +161,7 @@ class RowColumns:
         self._columns: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
 
     def add(self, step: int, time: object, numbers: Mapping[str, float]) -> None:
-        """Add the numbers of a step; numbers of the same step share one row. A `time` that is no number becomes NaN."""
+        """Add the numbers of a step; numbers of the same step share one row."""
         if not self._steps or self._steps[-1] != step:
             if self._num_steps % self.merged == 0 and len(self._steps) * len(self._columns) > MAX_KEPT_CELLS:
                 self._merge_neighbours()
@@ -190,17 +180,15 @@ class RowColumns:
 
     def matrix(self) -> tuple[IntArray, FloatArray, dict[str, FloatArray]]:
         """Return ascending steps [R], the times at which the rows were logged [R], and each key's values [R]."""
-        steps, last, row_of = np.unique(
-            np.array(self._steps, dtype=np.int64)[::-1], return_index=True, return_inverse=True
-        )
-        row_of = row_of[::-1]
-        times = np.array(self._times)[::-1][last]
-        values = {}
-        for key, column in self._columns.items():
-            found, values[key] = np.array(column), np.full(len(steps), np.nan)
+        steps, row_of = np.unique(np.array(self._steps, dtype=np.int64), return_inverse=True)
+
+        def by_step(column: "array[float]") -> FloatArray:
+            found, values = np.array(column), np.full(len(steps), np.nan)
             known = ~np.isnan(found)  # a resumed run repeats steps, and may not have all keys each time
-            values[key][row_of[: len(found)][known]] = found[known]
-        return steps, times, values
+            values[row_of[: len(found)][known]] = found[known]  # the last of a step's values stays
+            return values
+
+        return steps, by_step(self._times), {key: by_step(column) for key, column in self._columns.items()}
 
     def num_repeated(self, prefix: str) -> int:
         """Return how many rows repeat the step of an earlier one; counted in the first column with this prefix."""
@@ -210,9 +198,8 @@ class RowColumns:
 
     def _merge_neighbours(self) -> None:
         """Halve the number of rows. If it is odd, the last row stays open for the next steps."""
-        last = np.minimum(np.arange(1, len(self._steps) + 1, 2), len(self._steps) - 1)
-        self._steps = array("q", np.array(self._steps)[last].tolist())
-        self._times = array("d", np.array(self._times)[last].tolist())
+        self._steps = array("q", pool_steps(np.array(self._steps), 2)[1].tolist())
+        self._times = array("d", pool_steps(np.array(self._times), 2)[1].tolist())
         for key, column in self._columns.items():
             self._columns[key] = array("d", pool(np.array(column), 2, key).tolist())
         self.merged *= 2
@@ -273,10 +260,7 @@ class HistogramCollector:
 
 
 def limits_and_counts(edges: object, counts: object) -> tuple[float, float, FloatArray] | None:
-    """Return a histogram's lower and upper limit and its counts [B]; None if it is not one of our rows' histograms.
-
-    Ours have NUM_LOGGED_BINS bins of equal width. Another library may log under the same keys, as wandb.watch does.
-    """
+    """Return a histogram's limits and counts [B]; None if it is not ours: wandb.watch uses the same keys."""
     try:
         edge, count = np.asarray(edges, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     except (TypeError, ValueError):

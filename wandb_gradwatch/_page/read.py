@@ -28,18 +28,14 @@ HEADER: Final = b":W&B\xe1\xbe\x00"
 PART: Final = struct.Struct("<IHB")  # checksum of everything after it, length of the data, kind
 _BLOCK: Final = 32 * 1024
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_NUMBER_STARTS: Final = frozenset("-0123456789NI")  # W&B writes NaN and Infinity
 _STEP_IN_TEXT: Final = re.compile(r"\bstep[ =]+(\d{1,18})\b", re.IGNORECASE)
 
 
 def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> RunHistory:
-    """Read everything that wandb_gradwatch logged to a run from the run's own file.
+    """Read a run from its own file: all rows of a finished one, and those so far of any other, with a note.
 
-    A file that is still being written, or was truncated, gives the rows in it, and `RunHistory.notes` says so.
-
-    Args:
-        path: a `.wandb` file, an offline run's directory, a `wandb/` directory (its newest run), or the directory
-            that holds one.
-        progress: called every 100 rows with the number of history rows read so far.
+    `path` is as for find_run_file; `progress` is called every 100 rows with the number of history rows read so far.
 
     Raises:
         ValueError: there is no run at `path`, or its file cannot be read; the message says what to do.
@@ -58,7 +54,7 @@ def read_finished_run(path: str | os.PathLike[str], *, seconds: float = 10.0) ->
 
 
 def find_run_file(path: Path) -> Path:
-    """Return the `.wandb` file for a path; the newest one if a directory holds several."""
+    """Return the newest `.wandb` file of a path: the file, a run's directory, wandb/, or what holds it."""
     if path.is_file():
         if path.suffix != ".wandb":
             raise ValueError(f"{path} is not a W&B run: give its .wandb file or the directory that holds it")
@@ -66,8 +62,7 @@ def find_run_file(path: Path) -> Path:
     if not path.is_dir():
         raise ValueError(f"there is no file or directory {path}")
     for pattern in ("*.wandb", "*run-*/*.wandb", "wandb/*run-*/*.wandb"):
-        files = [file for file in path.glob(pattern) if file.is_file()]
-        if files:
+        if files := [file for file in path.glob(pattern) if file.is_file()]:
             return max(files, key=lambda file: (file.stat().st_mtime_ns, file.name)).resolve()
     raise ValueError(
         f"{path} holds no W&B run: there is no .wandb file in it, nor in a wandb/ directory below it; "
@@ -133,10 +128,7 @@ class RunReader:
         self._placed = (array("q"), array("q"))  # for every row of wandb_gradwatch: W&B's step, and the sample's step
 
     def read_on(self, *, progress: Callable[[int], None] | None = None) -> int:
-        """Read what was written since the last call, and return the number of relevant records.
-
-        Memory: one block and one record.
-        """
+        """Read what was written since the last call, and return the number of relevant records."""
         num_records = 0
         for place, record in records_from(self._path, self._place):
             self._place = place
@@ -200,24 +192,20 @@ class RunReader:
 
     def history(self) -> RunHistory:
         """Return everything that has been read so far."""
-        notes = []
-        if not self.finished:
-            notes.append(
-                "The file has no end record that can be read: the run is still running, or the file was truncated or "
-                "damaged. The pictures show the rows before that."
-            )
-        if self._num_damaged:
-            notes.append(f"The file is damaged: corrupt data was skipped in {self._num_damaged} of its blocks.")
-        if self._rows.merged > 1:
-            notes.append(f"The run is so long that every {self._rows.merged} neighbouring rows were merged into one.")
-        if repeated := self._rows.num_repeated(f"{keys.LAYER_GRAD_NORM}/"):
-            notes.append(
-                f"Rows whose steps later rows repeat are not shown ({repeated}): a training was resumed from an "
-                "earlier step, or several trainings logged to this run; give each training its own W&B run."
-            )
         histograms = self._histograms.series()
         steps, times, values = self._rows.matrix()
         placed, sampled = (np.array(part, dtype=np.float64) for part in self._placed)
+        flight_recorder, problem = self._flight_recorder()
+        merged, repeated = self._rows.merged, self._rows.num_repeated(f"{keys.LAYER_GRAD_NORM}/")
+        notes = {
+            "The file has no end record that can be read: the run is still running, or the file was truncated or "
+            "damaged. The pictures show the rows before that.": not self.finished,
+            f"The file is damaged: corrupt data was skipped in {self._num_damaged} of its blocks.": self._num_damaged,
+            f"The run is so long that every {merged} neighbouring rows were merged into one.": merged > 1,
+            f"Rows whose steps later rows repeat are not shown ({repeated}): a training was resumed from an "
+            "earlier step, or several trainings logged to this run; give each training its own W&B run.": repeated,
+            f"The flight recorder's table {self._table_path!r} {problem}.": problem,
+        }
         return RunHistory(
             path=self._path,
             **({"name": self._told["run_id"]} | self._told),
@@ -232,37 +220,34 @@ class RunReader:
             histograms=histograms.pop("", {}),
             family_histograms=histograms,
             alerts=tuple(self._alerts),
-            flight_recorder=self._flight_recorder(notes),
-            notes=tuple(notes),
+            flight_recorder=flight_recorder,
+            notes=tuple(note for note, is_so in notes.items() if is_so),
         )
 
-    def _flight_recorder(self, notes: list[str]) -> RecordedTable | None:
+    def _flight_recorder(self) -> tuple[RecordedTable | None, str]:
+        """Return the last table, if any, and why it cannot be read."""
         if self._table_path is None:
-            return None
+            return None, ""
         files = (self._path.parent / "files").resolve()
-        table, problem = (files / self._table_path).resolve(), "is not in the run's directory"
+        table = (files / self._table_path).resolve()
         # The path is read from the file, so it is not followed if it leads outside the run's own directory.
-        if table.is_relative_to(files) and table.is_file():
-            try:
-                content = json.loads(table.read_text(encoding="utf-8"))
-                return RecordedTable([str(name) for name in content["columns"]], content["data"])
-            except (ValueError, KeyError, TypeError) as error:
-                problem = f"cannot be read: {error!r}"
-        notes.append(f"The flight recorder's table {self._table_path!r} {problem}.")
-        return None
+        if not (table.is_relative_to(files) and table.is_file()):
+            return None, "is not in the run's directory"
+        try:
+            content = json.loads(table.read_text(encoding="utf-8"))
+            return RecordedTable([str(name) for name in content["columns"]], content["data"]), ""
+        except (ValueError, KeyError, TypeError) as error:
+            return None, f"cannot be read: {error!r}"
 
 
 def _scalars_of(history: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a row with their values, numbers as float; nested keys are joined by dots."""
     for item in history.item:
         key, text = item.key or ".".join(item.nested_key), item.value_json
-        first = text[:1]
-        if first and first in "-0123456789NI":  # a number, including W&B's NaN and Infinity
+        if text[:1] in _NUMBER_STARTS:
             yield key, float(text)
-        elif first == "{":
-            yield from flat(json.loads(text), f"{key}.")
-        elif first:
-            yield key, json.loads(text)
+        elif text:
+            yield from flat({key: json.loads(text)})
 
 
 def _settings_of(config: Any) -> dict[str, Any]:
@@ -284,7 +269,7 @@ def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray
 
     If a single integer rate fits all K rows (each is logged after its sample, and before the next one is taken), it is
     used. Otherwise steps are interpolated between rows, and extrapolated at both ends. With K = 1 one optimizer step
-    per W&B step is assumed, from 0 on if possible. With K = 0 the W&B steps are returned.
+    per W&B step is assumed, from 0 on if possible.
 
     Example:
         The user logs a row at every step, counted from 0, and samples 10 and 18 were logged at W&B steps 9 and 19.
@@ -293,12 +278,10 @@ def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray
         >>> steps_between(np.array([0.0, 14, 150]), np.array([9.0, 19]), np.array([10.0, 18])).tolist()
         [1.0, 15.0, 151.0]
     """
-    if not len(placed_K):
-        return own_N
     placed_K, first = np.unique(placed_K, return_index=True)
     sampled_K = np.maximum.accumulate(sampled_K[first])
-    if len(placed_K) == 1:
-        return np.asarray(own_N + max(1.0, sampled_K[0] - placed_K[0]))
+    if len(placed_K) < 2:
+        return own_N + max([1.0, *(sampled_K - placed_K)]) if len(placed_K) else own_N
     rate_K = np.diff(sampled_K) / np.diff(placed_K)
     rate = np.ptp(sampled_K) / np.ptp(placed_K)
     for whole in (rate, *range(1, math.ceil(rate) + 1)) if rate_K.all() else ():
