@@ -11,11 +11,10 @@ from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from ..snapshot import keys
 from .history import RecordedAlert, RunHistory
 
-Mood = Literal["good", "careful", "bad"]
-
 _SEVERITY: Final = {"ERROR": 0, "WARN": 1}  # other levels rank last
 # Alerts with these titles belong to one accident if they are at most this many steps apart.
-_EXPLOSIVE: Final = frozenset({"Exploding gradient", "Parameters grow too fast", "NaN gradient", "Inf gradient"})
+_NONFINITE: Final = frozenset({"NaN gradient", "Inf gradient"})
+_EXPLOSIVE: Final = _NONFINITE | {"Exploding gradient", "Parameters grow too fast"}
 _SAME_ACCIDENT: Final = 20
 _STILL_HIGH: Final = 10.0  # multiple of the median norm before the accident
 _EVIDENCE: Final = r" \(.*?\)(?=, or |\. Remedy|\.?$)"
@@ -23,31 +22,29 @@ _EVIDENCE: Final = r" \(.*?\)(?=, or |\. Remedy|\.?$)"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence about a run, and its mood."""
-
-    mood: Mood  # "good"; "careful" if something is unusual; "bad" if the training broke
-    text: str  # the sentence
+    mood: Literal["good", "careful", "bad"]  # "careful" if something is unusual; "bad" if the training broke
+    text: str  # a sentence about the run
 
 
 def judge(history: RunHistory) -> Verdict:
     """Describe in one sentence how the training went."""
-    steps = [*history.steps[-1:].tolist(), *(series.steps[-1] for series in history.own.values() if len(series.steps))]
-    last = round(max(steps, default=0))
+    series = [one for one in history.own.values() if len(one.steps)]
+    last = round(max([*history.steps[-1:].tolist(), *(one.steps[-1] for one in series)], default=0))
     told = sorted((alert for alert in history.alerts if alert.step is not None), key=lambda alert: alert.step or 0)
     end = f"; the process ended with exit code {history.exit_code}" if history.exit_code else ""
     first = _first_of_the_accident(told)
-    own_bad = [step for one in history.own.values() for step in one.steps[~np.isfinite(one.values)].tolist()]
+    own_bad = [step for one in series for step in one.steps[~np.isfinite(one.values)].tolist()]
     bad = _first_nonfinite(history, told, own_bad)
     if first is None and bad is None:
         return _without_accident(history, told, last, end)
-    parts = []
+    parts, starts = [], [] if bad is None else [bad]
     if first is not None:
         parts.append(f"Broke at step {first.step}: {cause_of(first)}")
+        starts.append(first.step or 0)
     if bad is not None and (first is None or not first.title.startswith(("NaN", "Inf"))):
-        parts.append(f"NaN or Inf from {bad}" if parts else f"NaN or Inf from step {bad}")
-    start = min(step for step in (first.step if first is not None else None, bad) if step is not None)
+        parts.append(f"NaN or Inf from {'' if parts else 'step '}{bad}")
     if bad is not None or (first is not None and first.title in _EXPLOSIVE):
-        after = _recovered(history, start, own_bad)
+        after = _recovered(history, min(starts), own_bad)
         parts.append(f"not recovered by step {last}" if after is None else f"recovered by {after}")
     return Verdict("bad", "; ".join(parts) + end)
 
@@ -59,8 +56,7 @@ def fold(alerts: Iterable[RecordedAlert]) -> list[list[RecordedAlert]]:
         folded.setdefault(alert.title, []).append(alert)
 
     def order(group: list[RecordedAlert]) -> tuple[int, float]:
-        first = min((alert.step for alert in group if alert.step is not None), default=np.inf)
-        return min(severity(alert) for alert in group), first
+        return min(map(severity, group)), min(np.inf if alert.step is None else alert.step for alert in group)
 
     return sorted(folded.values(), key=order)
 
@@ -90,11 +86,11 @@ def cause_of(alert: RecordedAlert) -> str:
 
 def _first_of_the_accident(told: list[RecordedAlert]) -> RecordedAlert | None:
     """Return the first error, or an explosive alert a few steps before it that led to it; None without an error."""
-    place = next((place for place, alert in enumerate(told) if severity(alert) == 0), None)
-    if place is None:
+    errors = [place for place, alert in enumerate(told) if severity(alert) == 0]
+    if not errors:
         return None
-    first = told[place]
-    for earlier in reversed(told[:place]):
+    first = told[errors[0]]
+    for earlier in reversed(told[: errors[0]]):
         near = (first.step or 0) - (earlier.step or 0) <= _SAME_ACCIDENT
         if near and earlier.title in _EXPLOSIVE and severity(earlier) < 2 and first.title in _EXPLOSIVE:
             first = earlier
@@ -103,18 +99,17 @@ def _first_of_the_accident(told: list[RecordedAlert]) -> RecordedAlert | None:
 
 def _first_nonfinite(history: RunHistory, told: list[RecordedAlert], own_bad: list[float]) -> int | None:
     """Return the first step with NaN or Inf in the gradients or in a scalar of the user, as far as the file shows."""
-    steps = own_bad + [alert.step or 0 for alert in told if alert.title in ("NaN gradient", "Inf gradient")]
-    # A loss scaler overflows and skips steps by design, so such windows are no accident. Alerts are exact to the step.
-    if not steps:
-        steps = history.steps[nonfinite_rows(history)][:1].tolist()
-    return min(map(round, steps), default=None)
+    exact = own_bad + [alert.step or 0 for alert in told if alert.title in _NONFINITE]
+    return min(map(round, exact or history.steps[nonfinite_rows(history)].tolist()), default=None)
 
 
 def nonfinite_rows(history: RunHistory) -> np.ndarray:
-    """Return a mask of rows with NaN or Inf in gradients of steps that were not skipped: [R]."""
-    nan, inf, skipped = (
-        np.nan_to_num(history.first_of(key)) for key in (keys.NUM_NAN, keys.NUM_INF, keys.NUM_SKIPPED_STEPS)
-    )
+    """Return a mask of rows with NaN or Inf in gradients: [R].
+
+    A loss scaler overflows and skips steps by design, so rows with skipped steps do not count.
+    """
+    counts = (history.first_of(key) for key in (keys.NUM_NAN, keys.NUM_INF, keys.NUM_SKIPPED_STEPS))
+    nan, inf, skipped = map(np.nan_to_num, counts)
     return np.asarray((nan + inf > 0) & (skipped == 0))
 
 
@@ -122,19 +117,17 @@ def _recovered(history: RunHistory, start: int, own_bad: list[float]) -> int | N
     """Return the first row after the accident from which on all norms are finite and usual; None if there is none."""
     norms = history.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)
     before = norms[(history.steps < start) & np.isfinite(norms)]
-    high = norms > _STILL_HIGH * np.median(before) if len(before) else np.zeros(len(norms), dtype=bool)
+    high = norms > (_STILL_HIGH * np.median(before) if len(before) else np.inf)
     bad_steps = history.steps[nonfinite_rows(history) | high | np.isinf(norms)].tolist()
     after = history.steps[history.steps > max([start, *bad_steps, *own_bad])]
     return int(after[0]) if len(after) else None
 
 
 def _without_accident(history: RunHistory, told: list[RecordedAlert], last: int, end: str) -> Verdict:
-    warnings = [alert for alert in told if severity(alert) == 1]
-    if warnings:
-        first = warnings[0]
+    if warnings := [alert for alert in told if severity(alert) == 1]:
         others = len({alert.title for alert in warnings}) - 1
         more = f", and {others} more kind{'s' if others > 1 else ''} of warning" if others else ""
-        return Verdict("careful", f"Unusual from step {first.step}: {cause_of(first)}{more}{end}")
+        return Verdict("careful", f"Unusual from step {warnings[0].step}: {cause_of(warnings[0])}{more}{end}")
     length = f"{last:,} step{'' if last == 1 else 's'}"
     if end:
         return Verdict("bad", f"Ended early: {length}, no warning from the gradients{end}")
