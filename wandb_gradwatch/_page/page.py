@@ -10,8 +10,9 @@ import hashlib
 import html
 import json
 import os
+import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -38,28 +39,23 @@ class Words(NamedTuple):
     otherwise: str
 
 
-def _read_words() -> Iterator[tuple[str, Words]]:
-    """Read assets/words.txt: three lines per picture; the first begins with the picture's key in brackets."""
-    for paragraph in (ASSETS / "words.txt").read_text(encoding="utf-8").strip().split("\n\n"):
-        title, healthy, otherwise = paragraph.splitlines()
-        key, _, title = title.removeprefix("[").partition("] ")
-        yield key, Words(title, healthy, otherwise)
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
 
 
-WORDS: Final[Mapping[str, Words]] = dict(_read_words())
+# By the picture's key: three lines per picture, the first of which begins with the key in brackets.
+WORDS: Final[Mapping[str, Words]] = {
+    key: Words(*texts) for key, *texts in re.findall(r"^\[(\w+)\] (.+)\n(.+)\n(.+)$", _asset("words.txt"), re.MULTILINE)
+}
 
 
 def write_page(history: RunHistory, output: str | os.PathLike[str], *, others: Sequence[RunHistory] = ()) -> Path:
-    """Write the page of a run, or of several runs side by side, and return its path. Replaces an existing file.
-
-    Raises:
-        OSError: output is a directory, its directory does not exist, or it cannot be written.
-    """
+    """Write the page of a run, or of several runs side by side; see write_html."""
     return write_html(render_page(history, others=others), Path(output))
 
 
 def write_html(page: str, output: Path) -> Path:
-    """Write HTML to a file and return its path; raises like write_page."""
+    """Write or replace a file and return its path; an OSError says why it cannot be written."""
     if output.is_dir() or not output.parent.is_dir():
         problem = "is a directory" if output.is_dir() else f"cannot be written: there is no directory {output.parent}"
         raise OSError(f"the page {output} {problem}; give the name of an HTML file")
@@ -120,10 +116,6 @@ def render_data(history: RunHistory, version: int) -> str:
 
 def _with_words(content: Mapping[str, Any], version: int | None) -> dict[str, Any]:
     return {**content, "version": version, "words": {key: words._asdict() for key, words in WORDS.items()}}
-
-
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
