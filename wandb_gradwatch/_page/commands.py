@@ -3,7 +3,7 @@
 import sys
 import time
 import webbrowser
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,8 +32,8 @@ def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches
     if target.is_dir():
         target /= f"gradwatch-{'-'.join(history.run_id for history in histories)}.html"
     page.write_page(histories[0], target, others=histories[1:])
-    for history in histories:
-        _say_notes(history, err=json)
+    for note in (note for history in histories for note in _notes(history)):
+        paragraph(note, indent=0, err=json)
     if json:
         of_runs = [_facts(history) for history in histories]
         as_json({"page": str(target.resolve()), **(of_runs[0] if len(of_runs) == 1 else {"runs": of_runs})})
@@ -81,18 +81,16 @@ def _say_progress(rows: int) -> None:
     click.echo(f"\r  {rows} rows read\r", nl=False, err=True)
 
 
-def _say_notes(history: RunHistory, *, err: bool) -> None:
-    notes = list(history.notes)
-    if not len(history.steps):
-        notes.append(
-            "The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init()."
-            if history.num_rows
-            else "The run has no rows yet. Rows of gradients are queued until the script calls run.log(), or the run "
-            "ends; a process that is killed loses them. If the script never calls run.log(), use "
+def _notes(history: RunHistory) -> Iterator[str]:
+    yield from history.notes
+    if not len(history.steps) and history.num_rows:
+        yield "The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init()."
+    elif not len(history.steps):
+        yield (
+            "The run has no rows yet. Rows of gradients are queued until the script calls run.log(), or the run ends; "
+            "a process that is killed loses them. If the script never calls run.log(), use "
             "watch(model, sinks=[WandbSink(commit=True)])."
         )
-    for note in notes:
-        paragraph(note, indent=0, err=err)
 
 
 def _say_contents(histories: Sequence[RunHistory], written: Path) -> None:
@@ -150,24 +148,23 @@ def run_diff(first: Path, second: Path, *, json: bool) -> int:
     return int(not found.alike)
 
 
-def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> list[tuple[str, str]]:
-    """Return the labels and texts that `diff` prints below its sentence."""
-    shared, last = len(found.names), int(found.steps[-1])
-    of_runs = zip("AB", runs, found.verdicts, strict=True)
-    lines = [(letter, f"{run.name or run.run_id}: {verdict.text}") for letter, run, verdict in of_runs]
-    compared = f"{_many(found.names, 'layer')}, {_many(found.steps, 'window')}, steps {found.steps[0]} to {last}"
-    lines.append(("compared", compared))
+def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> Iterator[tuple[str, str]]:
+    """Yield the labels and texts that `diff` prints below its sentence."""
+    last = int(found.steps[-1])
+    for letter, run, verdict in zip("AB", runs, found.verdicts, strict=True):
+        yield letter, f"{run.name or run.run_id}: {verdict.text}"
+    windows = f"{_many(found.names, 'layer')}, {_many(found.steps, 'window')}"
+    yield "compared", f"{windows}, steps {found.steps[0]} to {last}"
     if found.parting is not None:
-        lines.append(("layers that part", f"{found.parting.num_layers} of {shared}"))
+        yield "layers that part", f"{found.parting.num_layers} of {len(found.names)}"
         if found.equal_until is not None:
-            lines.append(("equal", f"to six digits up to step {found.equal_until}"))
-    lines += [(f"only in {letter}", listing(names)) for letter, names in zip("AB", found.only, strict=True) if names]
+            yield "equal", f"to six digits up to step {found.equal_until}"
+    yield from ((f"only in {letter}", listing(names)) for letter, names in zip("AB", found.only, strict=True) if names)
     losses = [key for key in runs[0].own if key in runs[1].own and own_role(key) == "loss"]
     for key in losses[:2]:
-        until = [run.own[key].values[run.own[key].steps <= last] for run in runs]
-        if all(map(len, until)):
-            lines.append((key, f"{number(until[0][-1])} in A, {number(until[1][-1])} in B at step {last}"))
-    return lines
+        in_a, in_b = (run.own[key].values[run.own[key].steps <= last] for run in runs)
+        if len(in_a) and len(in_b):
+            yield key, f"{number(in_a[-1])} in A, {number(in_b[-1])} in B at step {last}"
 
 
 def _changed(setting: tuple[str, list[Any]]) -> str:

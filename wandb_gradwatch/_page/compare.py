@@ -7,12 +7,13 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
-from .history import OwnSeries, RunHistory, flat, natural_order
+from .history import OwnSeries, RunHistory, flat
 from .packing import Blob, picture_width, pool, pool_extremes, pool_steps
-from .payload import MAX_POINTS, describe_run, own_role
+from .payload import MAX_POINTS, by_role, describe_run, own_role
 from .verdict import Verdict, judge, nonfinite_rows
 
 # P layers that both runs have, G windows in the steps of both runs
@@ -39,9 +40,7 @@ class Parting:
 
     step: int  # the last step of the window
     name: str  # the layer that differs most in this window
-    # The layer's largest norms in the first and the second run; NaN if no gradient arrived, infinite if one was not
-    # finite
-    norms: tuple[float, float]
+    norms: tuple[float, float]  # the layer's in both runs, as in Comparison.norms
     num_layers: int  # the number of layers that part anywhere in the run
 
 
@@ -50,19 +49,25 @@ class Comparison:
     """How a second run differs from the first."""
 
     names: list[str]  # [P] the layers of both runs, spelled as in the model, in the first run's order
-    only: tuple[list[str], list[str]]  # for each run, the layers that only this run has
+    only: tuple[list[str], ...]  # for each run, the layers that only this run has
     steps: IntArray  # [G] the last step of every common window; windows are those of the coarser run
     # For each run, [P, G]: the largest norm in the window; NaN if no gradient arrived, infinite if one was not finite
     norms: tuple[FloatArray, FloatArray]
-    # The last step up to which all norms agree to six digits; None if they differ from the start
-    equal_until: int | None
+    equal_until: int | None  # the last step up to which all norms agree to six digits, if any
     parting: Parting | None  # None if the runs never differ by more than their own scatter
-    verdicts: tuple[Verdict, Verdict]  # of the first and the second run
+    verdicts: tuple[Verdict, Verdict]
 
     @property
     def alike(self) -> bool:
         """Whether the runs have the same layers and kind of verdict, and never differ beyond their scatter."""
-        return self.parting is None and not any(self.only) and self.verdicts[0].mood == self.verdicts[1].mood
+        return self.parting is None and not self.reservations
+
+    @property
+    def reservations(self) -> list[str]:
+        """What else differs."""
+        moods = {verdict.mood for verdict in self.verdicts}
+        layers = ["not all layers are in both"] if any(self.only) else []
+        return layers + (["the verdicts differ"] if len(moods) > 1 else [])
 
 
 def compare(first: RunHistory, second: RunHistory) -> Comparison:
@@ -84,10 +89,7 @@ def compare(first: RunHistory, second: RunHistory) -> Comparison:
     spelled = first.spelled(names)
     return Comparison(
         names=spelled,
-        only=(
-            first.spelled(name for name in first.names if name not in common),
-            second.spelled(name for name in second.names if name not in common),
-        ),
+        only=tuple(run.spelled(name for name in run.names if name not in common) for run in (first, second)),
         steps=steps,
         norms=norms,
         equal_until=int(steps[num_equal - 1]) if num_equal else None,
@@ -96,32 +98,24 @@ def compare(first: RunHistory, second: RunHistory) -> Comparison:
     )
 
 
-def sentence(found: Comparison, first: str = "A", second: str = "B") -> str:
-    """Return a sentence that says whether and where the runs part; `first` and `second` are their names in it."""
+def sentence(found: Comparison, second: str = "B") -> str:
+    """Return a sentence that says whether and where the runs part; the first is A in it."""
     last = f"{found.steps[-1]:,}"
     if found.parting is not None:
-        norm_first, norm_second = found.parting.norms
-        return (
-            f"{first} and {second} part at step {found.parting.step:,}: the gradient of "
-            f"{found.parting.name} {_how(norm_first, norm_second, first, second)}"
-        )
+        how = _how(list(zip(found.parting.norms, ("A", second), strict=True)))
+        return f"A and {second} part at step {found.parting.step:,}: the gradient of {found.parting.name} {how}"
     if found.equal_until == found.steps[-1]:
-        return f"{first} and {second} are equal to six digits up to step {last}"
-    more = []
-    if any(found.only):
-        more.append("not all layers are in both")
-    if found.verdicts[0].mood != found.verdicts[1].mood:
-        more.append("the verdicts differ")
-    but = f"; but {' and '.join(more)}" if more else ""
-    return f"No layer of {first} and {second} differs beyond its own scatter up to step {last}{but}"
+        return f"A and {second} are equal to six digits up to step {last}"
+    but = f"; but {' and '.join(found.reservations)}" if found.reservations else ""
+    return f"No layer of A and {second} differs beyond its own scatter up to step {last}{but}"
 
 
-def _how(norm_first: float, norm_second: float, first: str, second: str) -> str:
-    for norm, run in ((norm_first, first), (norm_second, second)):
+def _how(norms: list[tuple[float, str]]) -> str:
+    for norm, run in norms:
         for is_so, words in ((np.isinf, "has NaN or Inf"), (np.isnan, "is missing"), (np.logical_not, "is 0")):
             if is_so(norm):
                 return f"{words} in {run} alone"
-    smaller, larger = sorted(((norm_first, first), (norm_second, second)))
+    smaller, larger = sorted(norms)
     return f"is {larger[0] / smaller[0]:,.3g} times as large in {larger[1]}"
 
 
@@ -176,11 +170,8 @@ def _scatter(log: FloatArray) -> FloatArray:
 
 def _lasting(found: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Return where runs of at least SUSTAINED windows with True begin: [P, G]."""
-    lasting = found.copy()
-    for later in range(1, SUSTAINED):
-        lasting[:, :-later] &= found[:, later:]
-        lasting[:, -later:] = False
-    return lasting
+    padded = np.pad(found, ((0, 0), (0, SUSTAINED - 1)))
+    return np.asarray(sliding_window_view(padded, SUSTAINED, axis=1).all(axis=-1))
 
 
 def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -206,15 +197,11 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
     if len(histories) > MAX_RUNS:
         raise ValueError(f"{len(histories)} runs are too many for one page; give at most {MAX_RUNS}")
     blob = Blob()
-    letters = string.ascii_uppercase[: len(histories)]
-    lettered = list(zip(letters, histories, strict=True))
-    pairs = [_pair(compare(histories[0], other), "A", letter, blob) for letter, other in lettered[1:]]
+    lettered = dict(zip(string.ascii_uppercase, histories, strict=False))
+    pairs = [_pair(compare(histories[0], other), letter, blob) for letter, other in list(lettered.items())[1:]]
     content = {
-        "run": {
-            "id": "+".join(one.run_id for one in histories),
-            "name": " and ".join(letter for letter, _ in lettered),
-        },
-        "notes": [f"{letter}: {note}" for letter, history in lettered for note in history.notes],
+        "run": {"id": "+".join(one.run_id for one in histories), "name": " and ".join(lettered)},
+        "notes": [f"{letter}: {note}" for letter, history in lettered.items() for note in history.notes],
         "alerts": [],
         "steps": sorted({step for one in histories for step in (*one.steps[:1].tolist(), *one.steps[-1:].tolist())}),
         "axes": [],  # other axes, such as time, differ between runs
@@ -228,7 +215,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
                 "numLayers": len(history.names),
                 "lastStep": int(history.steps[-1]) if len(history.steps) else None,
             }
-            for letter, history in lettered
+            for letter, history in lettered.items()
         ],
         "settings": [
             [key, *("not set" if value is None else str(value) for value in values)]
@@ -240,18 +227,18 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
     return content, blob
 
 
-def _pair(found: Comparison, first: str, second: str, blob: Blob) -> dict[str, Any]:
+def _pair(found: Comparison, letter: str, blob: Blob) -> dict[str, Any]:
     width = picture_width(len(found.steps), len(found.names), MAX_CELLS)
     norms = [pool(norm.T, width, keys.LAYER_GRAD_NORM_MAX).T for norm in found.norms]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = np.where(np.isinf(norms[0]) | np.isinf(norms[1]), np.inf, norms[1] / norms[0])
     ratio[(norms[0] == 0) & np.isfinite(norms[1])] = np.nan
-    matrices = {"ratio": ratio, first: norms[0], second: norms[1]}
+    matrices = {"ratio": ratio, "A": norms[0], letter: norms[1]}
     return {
         "key": "pair",
-        "first": first,
-        "second": second,
-        "sentence": sentence(found, first, second),
+        "first": "A",
+        "second": letter,
+        "sentence": sentence(found, letter),
         "alike": found.alike,
         "step": None if found.parting is None else found.parting.step,
         "name": None if found.parting is None else found.names.index(found.parting.name),
@@ -265,17 +252,13 @@ def _pair(found: Comparison, first: str, second: str, blob: Blob) -> dict[str, A
 
 def _strips(histories: Sequence[RunHistory], blob: Blob) -> list[dict[str, Any]]:
     """Return the scalars that all runs share, with one line per run: the norm, then the user's scalars by role."""
-    norms = [
-        OwnSeries(one.steps.astype(np.float64), one.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)) for one in histories
-    ]
-    shared = set.intersection(*(set(history.own) for history in histories))
-    order = {"loss": 0, "rate": 1, "": 2}
-    own = sorted(shared, key=lambda key: (order[own_role(key)], natural_order(key)))[:_OWN_STRIPS]
-    strips = [("gradient norm", "norm", norms)]
-    strips += [(key, own_role(key), [history.own[key] for history in histories]) for key in own]
-    drawn = []
-    for label, role, series in strips:
+
+    def strip(label: str, role: str, series: Sequence[OwnSeries]) -> dict[str, Any]:
         pooled = [pool_extremes(one.steps, one.values, MAX_POINTS) for one in series]
         lines = [{"xs": steps.tolist(), "offset": blob.add_floats(values)} for steps, values in pooled]
-        drawn.append({"label": label, "role": role, "lines": lines})
-    return drawn
+        return {"label": label, "role": role, "lines": lines}
+
+    norms = [OwnSeries(one.steps.astype(float), one.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)) for one in histories]
+    shared = sorted(set.intersection(*(set(history.own) for history in histories)), key=by_role)[:_OWN_STRIPS]
+    of_model = strip("gradient norm", "norm", norms)
+    return [of_model, *(strip(key, own_role(key), [history.own[key] for history in histories]) for key in shared)]

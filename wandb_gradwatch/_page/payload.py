@@ -44,9 +44,7 @@ _HEAD: Final = re.compile(
     r"(?P<Operation>\S+) (?:in )?(?P<Module>.+?), (?P<Line>[^,]+|at a place that is not known), made "
     r"(?P<Made>.+)"
 )
-_LINES: Final = re.compile(
-    r"(?P<Read>It read )|(?P<Reached>From there it reached )|(?P<Near>Within )|(?P<Remedy>Remedy: )"
-)
+_PARTS: Final = {"It read ": "Read", "From there it reached ": "Reached", "Within ": "Near", "Remedy: ": "Remedy"}
 
 
 def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
@@ -143,12 +141,9 @@ def _metric_order(metric: str) -> tuple[int, str]:
 
 def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
     """Return the user's scalars, those about the training's progress first; keys with equal steps share them."""
-
-    def order(key: str) -> tuple[int, list[tuple[int, int, str]]]:
-        changes = len(np.unique(history.own[key].values)) > 1
-        return {"loss": 0, "rate": 1}.get(own_role(key), 2) if changes else 3, natural_order(key)
-
-    chosen = sorted(history.own, key=order)[:MAX_OWN_KEYS]
+    changes = {key: len(np.unique(series.values)) > 1 for key, series in history.own.items()}
+    ranked = sorted(history.own, key=lambda key: by_role(key) if changes[key] else (3, natural_order(key)))
+    chosen = ranked[:MAX_OWN_KEYS]
     axes: dict[bytes, list[float]] = {}
     items = []
     for key in chosen:
@@ -158,6 +153,16 @@ def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
         place = list(axes).index(steps.tobytes())
         items.append({"key": key, "role": own_role(key), "axis": place, "offset": blob.add_floats(values)})
     return {"axes": list(axes.values()), "items": items, "left": len(history.own) - len(chosen)}
+
+
+def _table(table: RecordedTable) -> dict[str, Any]:
+    rows = [[_cell(value) for value in row] for row in table.rows[:MAX_TABLE_ROWS]]  # newest first
+    return {"columns": list(table.columns), "rows": rows, "total": len(table.rows)}
+
+
+def by_role(key: str) -> tuple[int, list[tuple[int, int, str]]]:
+    """A sort key for the user's scalars: losses, learning rates, then others."""
+    return {"loss": 0, "rate": 1, "": 2}[own_role(key)], natural_order(key)
 
 
 def own_role(key: str) -> str:
@@ -173,13 +178,7 @@ def own_role(key: str) -> str:
     return "rate" if "lr" in words or ("learning" in words and "rate" in words) else ""
 
 
-def _table(table: RecordedTable) -> dict[str, Any]:
-    rows = [[_cell(value) for value in row] for row in table.rows[:MAX_TABLE_ROWS]]  # newest first
-    return {"columns": list(table.columns), "rows": rows, "total": len(table.rows)}
-
-
 def _cell(value: Any) -> Any:
-    """Convert a table's cell to a number, a text or None."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value if value is None or isinstance(value, (int, str)) else json.dumps(value, default=str)
@@ -193,8 +192,11 @@ def _jsonable(values: FloatArray) -> list[float | None]:
 def other_axes(history: RunHistory) -> list[dict[str, Any]]:
     """Return each available axis: its label, whether it is time in seconds, and its values at optimizer steps."""
     candidates = []
-    if len(history.times) == len(history.steps) > 0:
-        candidates.append((TIME, history.steps.astype(np.float64), history.times - _start(history)))
+    if np.isfinite(history.times).any():
+        start = float(np.nanmin(history.times))  # or earlier, if the run's start is known
+        if history.started_at:
+            start = min(start, datetime.fromisoformat(history.started_at.replace("Z", "+00:00")).timestamp())
+        candidates.append((TIME, history.steps.astype(np.float64), history.times - start))
     placed = history.wandb_steps
     if placed is not None and len(np.unique(placed.values - placed.steps)) > 1:  # otherwise W&B counts the same steps
         candidates.append(("W&B step", placed.steps, placed.values))
@@ -206,14 +208,6 @@ def other_axes(history: RunHistory) -> list[dict[str, Any]]:
         for label, steps, values in candidates
         if (found := knots(steps, values)) is not None
     ]
-
-
-def _start(history: RunHistory) -> float:
-    """Return the start of the run in seconds since 1970; the time of its first row if the start is unknown."""
-    first = float(np.nanmin(history.times)) if np.isfinite(history.times).any() else 0.0
-    if not history.started_at:
-        return first
-    return min(first, datetime.fromisoformat(history.started_at.replace("Z", "+00:00")).timestamp())
 
 
 def _is_count(key: str, values: FloatArray) -> bool:
@@ -256,8 +250,7 @@ def without_finding(text: str) -> tuple[str, list[tuple[str, str]]]:
     match = _HEAD.fullmatch(head.removesuffix("."))
     parts = [("Found", head)] if match is None else list(match.groupdict().items())
     for line in lines:
-        begin = _LINES.match(line)
-        name = "Found" if begin is None else str(begin.lastgroup)
-        value = line if begin is None or name == "Near" else line[begin.end() :]
-        parts.append((name, value.removesuffix(".")))
+        begin = next((begin for begin in _PARTS if line.startswith(begin)), "")
+        name = _PARTS.get(begin, "Found")
+        parts.append((name, line.removeprefix("" if name == "Near" else begin).removesuffix(".")))
     return before + prefix.rstrip(), parts
