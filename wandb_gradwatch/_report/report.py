@@ -40,9 +40,7 @@ MAX_LINES: Final = 24  # per panel of a preview
 
 
 def create_report(entity: str, project: str, run: str | None = None, *, alerts: Sequence[RecordedAlert] = ()) -> str:
-    """Create a report, or update the one with the same title, and return its URL.
-
-    The layers x steps chart of the flight recorder's table needs a private chart preset, which is saved for the entity.
+    """Create a report, or update the one with the same title that was changed last, and return its URL.
 
     Args:
         run: the id of one run; None shows the project's runs side by side.
@@ -54,11 +52,14 @@ def create_report(entity: str, project: str, run: str | None = None, *, alerts: 
         RuntimeError: W&B refused; a wandb.Error if the login is the reason.
     """
     require_workspaces()
-    with speaking_to_wandb():
-        existing = _find_report(entity, project, _title(run))
-        report = build_report(entity, project, run, alerts=alerts, flow_chart=ensure_flow_chart(entity))
-        if existing is not None:
-            report.id = existing
+    with speaking_to_wandb() as api:
+        try:
+            found = [report for report in api.reports(f"{entity}/{project}") if report.display_name == _title(run)]
+        except ValueError as error:
+            raise no_project(entity, project) from error
+        report = build_report(entity, project, run, alerts=alerts, flow_chart=ensure_flow_chart(api, entity))
+        if found:
+            report.id = str(max(found, key=lambda report: str(report.updated_at)).id)
         return str(report.save().url)
 
 
@@ -72,26 +73,24 @@ def build_report(
 ) -> Any:
     """Build the report as an unsaved object of wandb-workspaces; `flow_chart` is a preset's id. Uses no network."""
     reports, _ = require_workspaces()
-    about = {"entity": entity, "project": project, "title": _title(run), "description": DESCRIPTION}
     introduction = (
         "The horizontal axis is `gradwatch/step`: optimizer steps. Norms are those of the finite elements, unscaled "
         "and before clipping unless a title says otherwise. A gap means that the value is missing, not that it is zero."
     )
     blocks = [reports.MarkdownBlock(introduction), reports.TableOfContents(), *_alerts(reports, alerts)]
-    for key, panels in SECTIONS.items():
-        width = 24 // min(len(panels), 3)
-        blocks += _section(reports, key, run, [panel.build(reports, width=width) for panel in panels])
-    blocks += _section(reports, "recorder", run, _recorder_panels(reports, flow_chart))
+    panels_of = {
+        key: [panel.build(reports, width=24 // min(len(panels), 3)) for panel in panels]
+        for key, panels in SECTIONS.items()
+    }
+    for key, panels in (panels_of | {"recorder": _recorder_panels(reports, flow_chart)}).items():
+        grid = reports.PanelGrid(runsets=[_runset(reports, run)], panels=panels)
+        blocks += [reports.H2(WORDS[key].title), grid, reports.MarkdownBlock(markdown_words(WORDS[key]))]
     on_the_page = "On the run's own page, under `gradients`: one heatmap per layer.\n\n"
-    blocks.append(reports.H2(WORDS["histogram"].title))
-    blocks.append(reports.MarkdownBlock(on_the_page + markdown_words(WORDS["histogram"])))
-    return reports.Report(**about, blocks=blocks, width="fluid")
-
-
-def _section(reports: Any, key: str, run: str | None, panels: list[Any]) -> Iterator[Any]:
-    yield reports.H2(WORDS[key].title)
-    yield reports.PanelGrid(runsets=[_runset(reports, run)], panels=panels)
-    yield reports.MarkdownBlock(markdown_words(WORDS[key]))
+    words = WORDS["histogram"]
+    blocks += [reports.H2(words.title), reports.MarkdownBlock(on_the_page + markdown_words(words))]
+    return reports.Report(
+        entity=entity, project=project, title=_title(run), description=DESCRIPTION, blocks=blocks, width="fluid"
+    )
 
 
 def run_on_disk(run: str | None, path: Path | None) -> RunHistory | None:
@@ -147,28 +146,23 @@ def _recorder_panels(reports: Any, flow_chart: str | None) -> list[Any]:
     return [chart, table]
 
 
-def ensure_flow_chart(entity: str) -> str | None:
-    """Save the chart as a private preset of the entity and return its id; None, with a warning, if W&B refuses.
-
-    W&B's error that the preset exists already is not a failure.
-    """
+def ensure_flow_chart(api: Any, entity: str) -> str | None:
+    """Save the chart as a private preset of the entity and return its id; None, with a warning, if W&B refuses."""
     import wandb
 
-    api = wandb.Api()
     if not hasattr(api, "create_custom_chart"):
         logger.warning("the report has no layers x steps chart: that needs a newer wandb than %s", wandb.__version__)
         return None
     try:
-        return str(
-            api.create_custom_chart(
-                entity=entity,
-                name=CHART_NAME,
-                display_name="Gradient flow (gradwatch)",
-                spec_type="vega2",
-                access="private",
-                spec=FLOW_SPEC.read_text(encoding="utf-8"),
-            )
+        preset = api.create_custom_chart(
+            entity=entity,
+            name=CHART_NAME,
+            display_name="Gradient flow (gradwatch)",
+            spec_type="vega2",
+            access="private",
+            spec=FLOW_SPEC.read_text(encoding="utf-8"),
         )
+        return str(preset)
     except Exception as error:  # one of several exceptions of wandb: the report is saved without this panel
         if "exist" in str(error).lower() or "duplicate" in str(error).lower():
             return f"{entity}/{CHART_NAME}"
@@ -176,34 +170,21 @@ def ensure_flow_chart(entity: str) -> str | None:
         return None
 
 
-def _find_report(entity: str, project: str, title: str) -> str | None:
-    """Return the id of the project's report with this title; the one changed last if there are several."""
-    import wandb
-
-    api = wandb.Api()
-    try:
-        found = [report for report in api.reports(f"{entity}/{project}") if report.display_name == title]
-    except ValueError as error:
-        raise no_project(entity, project) from error
-    newest = max(found, key=lambda report: str(report.updated_at), default=None)
-    return None if newest is None else str(newest.id)
-
-
 def save_workspace(entity: str, project: str) -> str:
-    """Save the view, or update the one with its name, whoever saved it, and return its URL.
-
-    Raises:
-        ImportError: wandb-workspaces is not installed.
-        ValueError: there is no such project.
-        RuntimeError: W&B refused; a wandb.Error if the login is the reason.
-    """
+    """Save the view, or update the one with its name, and return its URL; raises like create_report."""
     _, workspaces = require_workspaces()
     workspace = build_workspace(entity, project)
+    from wandb_workspaces.workspaces.internal import View
+
     with speaking_to_wandb():
         workspace._internal_name = f"nw-{_VIEW_ID}-v"
-        existing = _find_view(workspaces, entity, project)
-        for identity in ("_internal_name", "_internal_id", "_internal_runset_id") if existing is not None else ():
-            setattr(workspace, identity, getattr(existing, identity))
+        try:
+            existing = workspaces.Workspace._from_model(View.from_name(entity, project, workspace._internal_name))
+            for identity in ("_internal_name", "_internal_id", "_internal_runset_id"):
+                setattr(workspace, identity, getattr(existing, identity))
+        except ValueError as error:
+            if "not found in project" not in str(error):  # otherwise the project exists, but the view does not
+                raise no_project(entity, project) from error
         return str(workspace.save().url)
 
 
@@ -236,18 +217,6 @@ def _view_section(reports: Any, workspaces: Any, key: str, *, is_open: bool) -> 
         layout_settings=workspaces.SectionLayoutSettings(columns=min(len(panels), 4), rows=1),
         panel_settings=workspaces.SectionPanelSettings(x_axis=keys.STEP),
     )
-
-
-def _find_view(workspaces: Any, entity: str, project: str) -> Any:
-    """Return the saved view; None if there is none."""
-    from wandb_workspaces.workspaces.internal import View
-
-    try:
-        return workspaces.Workspace._from_model(View.from_name(entity, project, f"nw-{_VIEW_ID}-v"))
-    except ValueError as error:
-        if "not found in project" in str(error):  # the project exists, but the view does not
-            return None
-        raise no_project(entity, project) from error
 
 
 def write_preview(
@@ -290,9 +259,10 @@ def _block(block: Any) -> dict[str, Any]:
 def _panel(panel: Any, history: RunHistory, blob: Blob) -> dict[str, Any]:
     if type(panel).__name__ == "MarkdownPanel":
         return {"text": panel.markdown}
-    if type(panel).__name__ != "LinePlot":
-        shown = getattr(panel, "table_name", None) or (getattr(panel, "chart_strings", None) or {}).get("title")
-        return {"title": str(shown), "keys": "", "lines": []}
+    if type(panel).__name__ == "CustomChart":
+        return {"title": panel.chart_strings["title"], "keys": "", "lines": []}
+    if type(panel).__name__ == "WeavePanelSummaryTable":
+        return {"title": panel.table_name, "keys": "", "lines": []}
     named, pattern = [str(getattr(one, "name", one)) for one in panel.y or []], panel.metric_regex
     found = sorted((key for key in history.values if pattern and re.search(pattern, key)), key=natural_order)
     drawn = [key for key in (*named, *found) if key in history.values]

@@ -163,13 +163,12 @@ def require_workspaces() -> tuple[Any, Any]:
 
 
 @contextmanager
-def speaking_to_wandb() -> Iterator[None]:
-    """Convert exceptions of W&B's API that have no public class to a RuntimeError with their text."""
+def speaking_to_wandb() -> Iterator[Any]:
+    """Yield W&B's API, and convert its exceptions that have no public class to a RuntimeError with their text."""
     import wandb
 
     try:
-        wandb.Api()  # without a login this raises wandb's own error
-        yield
+        yield wandb.Api()  # without a login this raises wandb's own error
     except (wandb.Error, ValueError, ImportError):
         raise
     except Exception as error:
