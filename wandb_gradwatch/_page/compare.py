@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
-from .history import OwnSeries, RunHistory, flat
+from .history import LAYER_NAMES, OwnSeries, RunHistory, flat
 from .packing import Blob, picture_width, pool, pool_extremes, pool_steps
 from .payload import MAX_POINTS, by_role, describe_run, own_role
 from .verdict import Verdict, judge, nonfinite_rows
@@ -25,7 +25,6 @@ _OWN_STRIPS: Final = 4  # scalars of the user that are drawn
 # Two runs part at a layer if its largest norms differ by more than this multiple of the runs' own scatter, and at least
 # by this factor: either in SUSTAINED windows in a row, or by far more in a single window.
 SUSTAINED: Final = 3
-LAYER_NAMES: Final = "gradwatch.names"  # a key of the run's configuration
 _SCATTERS: Final = 5.0
 _FACTOR: Final = 2.0
 _SCATTERS_AT_ONCE: Final = 10.0

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
 
 # R rows (flushes) of the run, P watched names, H histograms of one name, B bins of a stored histogram
+
+LAYER_NAMES: Final = "gradwatch.names"  # the key of the run's configuration
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,7 @@ class RunHistory:
     @cached_property
     def _told_names(self) -> dict[str, str]:
         """The model's spelling by the name in a key, in the model's order, which a W&B history does not keep."""
-        settings = self.config.get("gradwatch")
-        told: object = settings.get("names") if isinstance(settings, Mapping) else None
+        told = dict(flat(self.config)).get(LAYER_NAMES)
         return {keys.in_key(str(name)): str(name) for name in told} if isinstance(told, list) else {}
 
     @cached_property

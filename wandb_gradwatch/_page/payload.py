@@ -13,7 +13,7 @@ import numpy as np
 from .._analysis.formatting import FOUND_PREFIX
 from .._measure.columns import FloatArray
 from ..snapshot import keys
-from .history import RecordedAlert, RecordedTable, RunHistory, natural_order
+from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, natural_order
 from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width
 from .verdict import fold, judge, severity
 
@@ -40,10 +40,7 @@ _METRIC_ORDER: Final = (
     *("rms", "mean", "std", "min", "max", "abs_max", "dead_ratio", "zero_ratio", "num_nonfinite"),
 )
 _Series = Mapping[str, Mapping[str, FloatArray]]  # by name, then by metric: values
-_HEAD: Final = re.compile(
-    r"(?P<Operation>\S+) (?:in )?(?P<Module>.+?), (?P<Line>[^,]+|at a place that is not known), made "
-    r"(?P<Made>.+)"
-)
+_HEAD: Final = re.compile(r"(?P<Operation>\S+) (?:in )?(?P<Module>.+?), (?P<Line>[^,]+), made (?P<Made>.+)")
 _PARTS: Final = {"It read ": "Read", "From there it reached ": "Reached", "Within ": "Near", "Remedy: ": "Remedy"}
 
 
@@ -196,17 +193,16 @@ def other_axes(history: RunHistory) -> list[dict[str, Any]]:
         start = float(np.nanmin(history.times))  # or earlier, if the run's start is known
         if history.started_at:
             start = min(start, datetime.fromisoformat(history.started_at.replace("Z", "+00:00")).timestamp())
-        candidates.append((TIME, history.steps.astype(np.float64), history.times - start))
+        candidates.append((TIME, OwnSeries(history.steps.astype(float), history.times - start)))
     placed = history.wandb_steps
     if placed is not None and len(np.unique(placed.values - placed.steps)) > 1:  # otherwise W&B counts the same steps
-        candidates.append(("W&B step", placed.steps, placed.values))
-    counts = [key for key, series in history.own.items() if _is_count(key, series.values)]
-    for key in sorted(counts, key=natural_order)[:MAX_OWN_AXES]:
-        candidates.append((key, history.own[key].steps, history.own[key].values))
+        candidates.append(("W&B step", placed))
+    counts = (key for key, series in history.own.items() if _is_count(key, series.values))
+    candidates += [(key, history.own[key]) for key in sorted(counts, key=natural_order)[:MAX_OWN_AXES]]
     return [
         {"label": label, "isTime": label == TIME, "steps": found[0].tolist(), "values": found[1].tolist()}
-        for label, steps, values in candidates
-        if (found := knots(steps, values)) is not None
+        for label, series in candidates
+        if (found := knots(series.steps, series.values)) is not None
     ]
 
 
