@@ -82,8 +82,8 @@ FAULTS = (  # one line each, however long
     Fault("CPU: large squares stay in float32", PIECES, "_SMALL_SQ < total_sq < np.inf", "_SMALL_SQ < total_sq"),
     Fault("CPU: zeros count as subnormal", PIECES, "histogram_GB[:, ZERO_BIN + 1] -= num_positive_G", "pass"),
     Fault("CPU: pieces end one early", CPU, "accumulate(sizes[tensor] for tensor in tensors)", "accumulate(sizes[tensor] - 1 for tensor in tensors)"),
-    Fault("torch: filling counts as NaN", GENERIC, "sums[:, 1] -= plan.num_filling", "pass"),
-    Fault("torch: the fold loses a line", "tiling.py", "np.where(within < np.repeat(counts, groups)", "np.where(within + 1 < np.repeat(counts, groups)"),
+    Fault("torch: filling counts as NaN", GENERIC, "sums[:, 1] -= tiling.num_filling", "pass"),
+    Fault("torch: the fold loses a line", GENERIC, "np.where(within < np.repeat(counts, groups)", "np.where(within + 1 < np.repeat(counts, groups)"),
 )
 # fmt: on
 

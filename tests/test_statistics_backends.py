@@ -18,13 +18,13 @@ from statistics_oracle import BACKENDS, FAST_BACKENDS, assert_row, expected_hist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from wandb_gradwatch._measure import cpu, cpu_compiled, tiling
+from wandb_gradwatch._measure import cpu, cpu_compiled, generic
 from wandb_gradwatch._measure.columns import AS_LEFT, SCALE_POWER, Column, merge_rows
 from wandb_gradwatch._measure.cpu import SMALL
 from wandb_gradwatch._measure.cpu_pieces import PIECE, SEGMENT
 from wandb_gradwatch._measure.elements import Measurement, elements_of
+from wandb_gradwatch._measure.generic import LINE
 from wandb_gradwatch._measure.measure import measure, measure_received, resolve_backend
-from wandb_gradwatch._measure.tiling import LINE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Up to SEGMENT = 512 float32 squares are summed in float32, in at least 8 lanes: each addition has a relative error
@@ -298,7 +298,7 @@ def test_a_page_of_plain_torch_is_few_launches(
     options: dict[str, bool], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The additional operations for one more page of tensors, including the copy that assembles the page."""
-    monkeypatch.setattr(tiling, "PAGE_LINES", 4)
+    monkeypatch.setattr(generic, "PAGE_LINES", 4)
 
     def launches(num_pages: int) -> int:
         gradients = [torch.ones(2 * LINE) for _ in range(2 * num_pages)]

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .elements import ITEMSIZES, NATIVE_DTYPES, upload
+from .elements import ITEMSIZES, NATIVE_DTYPES, current_stream, upload
 from .events import Event
-from .tiling import current_stream
 
 # N tensors (gradients, then parameters), M chunks
 

@@ -79,6 +79,11 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def current_stream(device: torch.device) -> int:
+    """Return a cache key for tables on a device: a stream must not read what another stream has not uploaded yet."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
 def add_implicit_zeros(rows_NC: Tensor, histogram_NB: Tensor | None, num_implicit_zeros: Sequence[int]) -> None:
     """Add the zeros that sparse gradients do not store to the rows and histograms of the stored elements."""
     if not any(num_implicit_zeros):

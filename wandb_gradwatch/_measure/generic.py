@@ -1,23 +1,42 @@
-"""Statistics in plain torch on any device: passes over pages of lines (tiling.py), without a host sync.
+"""Statistics in plain torch on any device: one operation is one pass over a page of many tensors, without a host sync.
+
+A line is LINE elements of one tensor; a page is PAGE_LINES lines, which one operation reads. A tensor's last line is
+filled up with NaN, which is later subtracted from the count of NaN. Lines fold into tensors by gathers in a fixed
+order, so that results are reproducible bit for bit. Index tables are uploaded once per list of sizes.
 
 Accumulates in float64. MPS has no float64: there rows are float32, counts above 2**24 are rounded, and a sum of squares
 that float32 cannot represent is NaN (unknown).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, SCALE_POWER, ZERO_BIN, Column
-from .elements import Measurement, Scale, Tensors, add_implicit_zeros, elements_of, upload, wide_dtype
+from .elements import Measurement, Scale, Tensors, add_implicit_zeros, current_stream, elements_of, upload, wide_dtype
 from .float_bits import FLOAT32, FLOAT64, FloatBits, bin_of_code
-from .tiling import TilingPlan, current_stream, fold, pages, plan_for
 
 # N tensors, C columns, B histogram bins, R lines
+
+LINE: Final = 1024
+PAGE_LINES: Final = 8192  # 8 million elements: a few temporary copies of a page are small compared to a model
+_FOLD: Final = 64  # lines that one step of the fold merges into one
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """The lines of tensors of given sizes."""
+
+    num_lines: tuple[int, ...]  # [N] per tensor
+    owner: Tensor  # [R] the index of the tensor that each line belongs to, on the device
+    num_filling: Tensor  # [N] the number of NaN that fill up each tensor's last line, on the device
+    steps: tuple[Tensor, ...]  # index tables of the fold, on the device; index R is a line of the identity
 
 
 def measure(
@@ -31,12 +50,12 @@ def measure(
     elements, num_implicit_zeros = zip(*map(elements_of, gradients), strict=True)
     device = gradients[0].device
     scale = None if inverse_scale is None else inverse_scale.to(wide_dtype(device))
-    rows_NC = _of_all(elements, lambda same, plan: _rows(same, plan, dead_threshold, scale))
+    rows_NC = _of_all(elements, lambda same, tiling: _rows(same, tiling, dead_threshold, scale))
     if parameters is not None:
         sums_N3 = _sums_of_squares(parameters)
         rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sums_N3[:, 0], sums_N3[:, 1:].sum(1)
     rows_NC[:, Column.NUM_ELEMENTS] = upload(np.array([e.numel() for e in elements], dtype=np.int64), device)
-    histogram_NB = _of_all(elements, lambda same, plan: _histogram(same, plan, scale)) if histogram else None
+    histogram_NB = _of_all(elements, lambda same, tiling: _histogram(same, tiling, scale)) if histogram else None
     add_implicit_zeros(rows_NC, histogram_NB, num_implicit_zeros)
     return Measurement(rows_NC, histogram_NB)
 
@@ -49,7 +68,7 @@ def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     return sums_N3
 
 
-def _of_all(elements: Sequence[Tensor], measure_alike: Callable[[list[Tensor], TilingPlan], Tensor]) -> Tensor:
+def _of_all(elements: Sequence[Tensor], measure_alike: Callable[[list[Tensor], _Tiling], Tensor]) -> Tensor:
     """Apply a function to the tensors of each dtype, and return the results in the tensors' order: [N, any]."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     device = elements[0].device
@@ -58,26 +77,25 @@ def _of_all(elements: Sequence[Tensor], measure_alike: Callable[[list[Tensor], T
     parts = []
     for indices in by_dtype.values():
         alike = [elements[i] for i in indices]
-        plan = plan_for(tuple(e.numel() for e in alike), device, current_stream(device))
-        parts.append(measure_alike(alike, plan))
+        tiling = _tiling_of(tuple(e.numel() for e in alike), device, current_stream(device))
+        parts.append(measure_alike(alike, tiling))
     if len(parts) == 1:
         return parts[0]
     order = list(chain.from_iterable(by_dtype.values()))
     return torch.cat(parts)[upload(np.argsort(order), device)]
 
 
-def _rows(elements: list[Tensor], plan: TilingPlan, dead_threshold: float, scale: Tensor | None) -> Tensor:
-    lines_9R = _lines(elements, plan, 9, dead_threshold, scale)
+def _rows(elements: list[Tensor], tiling: _Tiling, dead_threshold: float, scale: Tensor | None) -> Tensor:
+    lines_9R = _lines(elements, tiling, 9, dead_threshold, scale)
     if dead_threshold == 0:
         lines_9R[4] = lines_9R[3]
-    sums = _fold_sums(lines_9R[:6], plan)
-    minima = fold(lines_9R[6:8].T, plan, lambda t: t.amin(1), torch.inf)
-    maxima = fold(lines_9R[8:].T, plan, lambda t: t.amax(1), -torch.inf)
+    lines_9R[8].neg_()  # maxima merge as minima of the negative
+    sums, minima = _fold_sums(lines_9R[:6], tiling), _fold(lines_9R[6:], tiling, torch.amin, torch.inf)
     rows_NC = sums.new_full((len(elements), NUM_COLUMNS), torch.nan)
     rows_NC[:, Column.GRAD_SUM_SQ] = sums[:, 0]
     rows_NC[:, Column.NUM_NAN : Column.GRAD_SUM + 1] = sums[:, 1:]
-    rows_NC[:, Column.GRAD_MIN], rows_NC[:, Column.GRAD_ABS_MIN_NONZERO] = minima.unbind(1)
-    rows_NC[:, Column.GRAD_MAX] = maxima[:, 0]
+    rows_NC[:, Column.GRAD_MIN], rows_NC[:, Column.GRAD_ABS_MIN_NONZERO] = minima[:, 0], minima[:, 1]
+    rows_NC[:, Column.GRAD_MAX] = -minima[:, 2]
     if rows_NC.dtype is not torch.float64:
         _hide_unrepresentable(rows_NC)
     if scale is not None:
@@ -91,23 +109,23 @@ def _rows(elements: list[Tensor], plan: TilingPlan, dead_threshold: float, scale
 def _sums_of_squares(tensors: Tensors) -> Tensor:
     """Return the sum of squares of the finite elements, the number of NaN and the number of Inf: [N, 3]."""
     elements = [elements_of(tensor)[0] for tensor in tensors]
-    return _of_all(elements, lambda alike, plan: _fold_sums(_lines(alike, plan, 3), plan))
+    return _of_all(elements, lambda alike, tiling: _fold_sums(_lines(alike, tiling, 3), tiling))
 
 
-def _fold_sums(lines: Tensor, plan: TilingPlan) -> Tensor:
+def _fold_sums(lines: Tensor, tiling: _Tiling) -> Tensor:
     """Add up the sums of each tensor's lines; the second sum counts NaN, without those of the filling."""
-    sums = fold(lines.T, plan, lambda t: t.sum(1), 0.0)
-    sums[:, 1] -= plan.num_filling
+    sums = _fold(lines, tiling, torch.sum, 0.0)
+    sums[:, 1] -= tiling.num_filling
     return sums
 
 
 def _lines(
-    elements: list[Tensor], plan: TilingPlan, num_asked: int, dead_threshold: float = 0.0, scale: Tensor | None = None
+    elements: list[Tensor], tiling: _Tiling, num_asked: int, dead_threshold: float = 0.0, scale: Tensor | None = None
 ) -> Tensor:
     """Return per line sum of squares, NUM_NAN, NUM_INF: [3, R]; or also NUM_ZERO to GRAD_SUM and extremes: [9, R]."""
     device = elements[0].device
-    lines = torch.empty((num_asked, sum(plan.num_lines)), dtype=wide_dtype(device), device=device)
-    for page, here in pages(elements, plan):
+    lines = torch.empty((num_asked, sum(tiling.num_lines)), dtype=wide_dtype(device), device=device)
+    for page, here in _pages(elements, tiling):
         _measure_lines(page, dead_threshold, scale, lines[:, here])
     lines[0].square_()
     return lines
@@ -142,11 +160,11 @@ def _hide_unrepresentable(rows_NC: Tensor) -> None:
     total_sq.masked_fill_(vanished | total_sq.isinf(), torch.nan)
 
 
-def _histogram(elements: list[Tensor], plan: TilingPlan, scale: Tensor | None) -> Tensor:
+def _histogram(elements: list[Tensor], tiling: _Tiling, scale: Tensor | None) -> Tensor:
     device = elements[0].device
     counts = torch.zeros(len(elements) * (NUM_BINS + 1), dtype=torch.int64, device=device)
-    for page, here in pages(elements, plan):
-        owner = plan.owner[here, None]
+    for page, here in _pages(elements, tiling):
+        owner = tiling.owner[here, None]
         # Integer additions give the same result in any order.
         index = (owner * (NUM_BINS + 1) + _bins(page, scale)).flatten()
         counts.scatter_add_(0, index, torch.ones_like(index))
@@ -168,3 +186,56 @@ def _bins(page: Tensor, scale: Tensor | None) -> Tensor:
 @lru_cache(maxsize=64)
 def _bin_table(layout: FloatBits, device: torch.device, stream: int) -> Tensor:
     return upload(bin_of_code(layout, 0).copy(), device)
+
+
+@lru_cache(maxsize=16)
+def _tiling_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> _Tiling:
+    """Lay out tensors of these sizes, for use on the device's current stream."""
+    num_lines = tuple(-(-size // LINE) for size in sizes)
+    filling = [lines * LINE - size for lines, size in zip(num_lines, sizes, strict=True)]
+    steps = []
+    counts = np.array(num_lines)
+    while (counts != 1).any():
+        groups = np.maximum(-(-counts // _FOLD), 1)  # a tensor without elements gets one line of the identity
+        first_line = np.repeat(np.cumsum(counts) - counts, groups)
+        first_group = np.repeat(np.cumsum(groups) - groups, groups)
+        within = (np.arange(groups.sum()) - first_group)[:, None] * _FOLD + np.arange(_FOLD)
+        index = np.where(within < np.repeat(counts, groups)[:, None], first_line[:, None] + within, counts.sum())
+        steps.append(upload(index, device))
+        counts = groups
+    owner = upload(np.repeat(np.arange(len(sizes)), num_lines), device)
+    return _Tiling(num_lines, owner, upload(np.array(filling), device), tuple(steps))
+
+
+def _pages(elements: Sequence[Tensor], tiling: _Tiling) -> Iterator[tuple[Tensor, slice]]:
+    """Yield the pages of flat tensors of one dtype, in order: [up to PAGE_LINES, LINE], with their lines."""
+    nan = torch.full((LINE,), torch.nan, dtype=elements[0].dtype, device=elements[0].device)
+    pieces: list[Tensor] = []
+    begin, room = 0, PAGE_LINES
+    for tensor, num_lines in zip(elements, tiling.num_lines, strict=True):
+        line = 0
+        while line < num_lines:
+            taken = min(room, num_lines - line)
+            piece = tensor[line * LINE : (line + taken) * LINE]
+            pieces.append(piece)
+            if piece.numel() < taken * LINE:
+                pieces.append(nan[: taken * LINE - piece.numel()])
+            line += taken
+            room -= taken
+            if room == 0:
+                yield _page(pieces), slice(begin, begin + PAGE_LINES)
+                pieces, begin, room = [], begin + PAGE_LINES, PAGE_LINES
+    if pieces:
+        yield _page(pieces), slice(begin, None)
+
+
+def _page(pieces: list[Tensor]) -> Tensor:
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, LINE)
+
+
+def _fold(lines: Tensor, tiling: _Tiling, merge: Callable[[Tensor, int], Tensor], identity: float) -> Tensor:
+    """Merge the lines of each tensor by `merge`, which `identity` does not change: [any, R] becomes [N, any]."""
+    lines = lines.T
+    for index in tiling.steps:
+        lines = merge(torch.cat([lines, lines.new_full((1, lines.shape[1]), identity)])[index], 1)
+    return lines
