@@ -221,10 +221,10 @@ def test_tensors_that_come_one_by_one_are_laid_out_once() -> None:
     one_by_one = [torch.ones(size, device=DEVICE) for size in range(1, 61)]
     for tensor in one_by_one:
         cuda_launch.prepare([tensor], [tensor])
-    made = cuda_plan._plan_for_few.cache_info().misses
+    made = cuda_plan.plan_for_few.cache_info().misses
     for tensor in one_by_one:
         cuda_launch.prepare([tensor], [tensor])
-    assert cuda_plan._plan_for_few.cache_info().misses == made
+    assert cuda_plan.plan_for_few.cache_info().misses == made
 
 
 def test_a_constant_of_a_kernel_is_annotated_with_the_class_not_with_its_name() -> None:

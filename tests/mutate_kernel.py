@@ -76,7 +76,7 @@ FAULTS = (  # one line each, however long
     Fault("unaligned gradients are not warmed up", LAUNCH, "if not aligned and not in_buckets:", "if not aligned:"),
     Fault("launchers are not warmed up", LAUNCH, "kernels.build_launcher(kernel.warmup(*arguments, grid=(num_programs,), **constants))", "kernel.warmup(*arguments, grid=(num_programs,), **constants)"),
     Fault("an unchanged table is trusted too long", PLAN, "if values == self._last:", "if self._last is not None:"),
-    Fault("a slot in flight is reused", PLAN, "if self.slots and self.slots[0].is_free()", "if self.slots"),
+    Fault("pinned memory in flight is reused", PLAN, "if self._uploads and self._uploads[0][1].query():", "if self._uploads:"),
     Fault("strides are ignored", "elements.py", "tensor.reshape(-1).contiguous()", "tensor.reshape(-1)"),
     Fault("CPU: the innermost negative is lost", PIECES, "nearest_G = np.minimum.reduceat(signed", "nearest_G = np.maximum.reduceat(signed"),
     Fault("CPU: large squares stay in float32", PIECES, "_SMALL_SQ < total_sq < np.inf", "_SMALL_SQ < total_sq"),

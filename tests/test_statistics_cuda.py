@@ -48,32 +48,35 @@ def test_a_table_is_uploaded_only_when_an_address_changed() -> None:
     assert table.device_table.tolist() == [1, 3]
 
 
-def test_a_slot_in_flight_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    class FakeSlot:
-        made: ClassVar[list[FakeSlot]] = []
+def test_pinned_memory_in_flight_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FakeEvent:
+        made: ClassVar[list[FakeEvent]] = []
 
-        def __init__(self, size: int) -> None:
+        def __init__(self) -> None:
             self.in_flight = False
             self.made.append(self)
 
-        def is_free(self) -> bool:
+        def query(self) -> bool:
             return not self.in_flight
 
-        def upload(self, values: torch.Tensor, table: torch.Tensor) -> None:
+        def record(self, stream: object) -> None:
             assert not self.in_flight, "the device has not read this yet"
             self.in_flight = True
-            table.copy_(values)
 
-    monkeypatch.setattr("wandb_gradwatch._measure.cuda_plan.Slot", FakeSlot)
+    empty = torch.empty
+    monkeypatch.setattr("wandb_gradwatch._measure.cuda_plan.Event", FakeEvent)
+    monkeypatch.setattr(torch, "empty", lambda size, *, pin_memory, **kwargs: empty(size, **kwargs))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     table = AddressTable(1, torch.device("cpu"))
     for address in range(3):  # the host runs ahead of the device
         table._upload(torch.tensor([address]))
-    assert len(FakeSlot.made) == 3
-    FakeSlot.made[0].in_flight = False
+    assert len(FakeEvent.made) == 3
+    FakeEvent.made[0].in_flight = False
     table._upload(torch.tensor([3]))
-    assert len(FakeSlot.made) == 3
+    assert len(FakeEvent.made) == 3
     table._upload(torch.tensor([4]))
-    assert len(FakeSlot.made) == 4
+    assert len(FakeEvent.made) == 4
+    assert table.device_table.tolist() == [4]
 
 
 def test_an_event_is_asked_while_captures_of_other_threads_forbid_this_one_nothing(

@@ -24,8 +24,17 @@ from torch import Tensor
 from . import cuda as kernels
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS
 from .compilation import after_other_processes
-from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for
-from .elements import Measurement, Scale, Tensors, add_implicit_zeros, elements_of, readable
+from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for, plan_for_few
+from .elements import (
+    NATIVE_DTYPES,
+    Measurement,
+    Scale,
+    Tensors,
+    add_implicit_zeros,
+    current_stream,
+    elements_of,
+    readable,
+)
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
 
 # N tensors, M chunks, C columns, B histogram bins
@@ -58,15 +67,11 @@ def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead
     """
     tensors = [*gradients, *parameters]
     addresses = list(map(Tensor.data_ptr, tensors))
-    plan = plan_for(
-        addresses,
-        list(map(Tensor.numel, tensors)),
-        list(map(_DTYPE, tensors)),
-        num_gradients=len(gradients),
-        device=tensors[0].device,
-        lanes=LANES,
-        chunk=CHUNK,
-    )
+    device, sizes = tensors[0].device, tuple(map(Tensor.numel, tensors))
+    codes = tuple(map(NATIVE_DTYPES.__getitem__, map(_DTYPE, tensors)))
+    aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
+    plan_of = plan_for_few if len(tensors) <= 2 else plan_for
+    plan = plan_of(sizes, codes, aligned, len(gradients), LANES, CHUNK, device, current_stream(device))
     plan.table.write([*_dead_words(dead_threshold), *addresses])
     return plan
 
@@ -125,7 +130,8 @@ def launch(
         columns and the received columns.
     """
     device, num_chunks = plan.chunks.device, plan.num_chunks
-    rows_NC = torch.empty((plan.num_rows, NUM_COLUMNS), dtype=torch.float64, device=device)
+    num_rows = max(plan.num_gradients, plan.num_tensors - plan.num_gradients)
+    rows_NC = torch.empty((num_rows, NUM_COLUMNS), dtype=torch.float64, device=device)
     histogram_NB = torch.zeros((plan.num_gradients, NUM_BINS), dtype=torch.int64, device=device) if histogram else None
     partials = torch.empty((kernels.NUM_PARTIALS, num_chunks), dtype=torch.float64, device=device)
     scale = plan.one if inverse_scale is None else _aligned(inverse_scale.to(torch.float64))

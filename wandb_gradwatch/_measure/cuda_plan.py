@@ -4,7 +4,6 @@ Addresses are uploaded when they change, without waiting, and never overwritten 
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .elements import ITEMSIZES, NATIVE_DTYPES, current_stream, upload
+from .elements import ITEMSIZES, NATIVE_DTYPES, upload
 from .events import Event
 
 # N tensors (gradients, then parameters), M chunks
@@ -25,33 +24,13 @@ _FLOAT64: Final = NATIVE_DTYPES[torch.float64]
 _CAREFUL_ONLY: Final = 4  # CAREFUL_ONLY of the kernels, whose import would import Triton
 
 
-class Slot:
-    """Pinned memory for one upload, and an event that is complete when the device has read it."""
-
-    def __init__(self, size: int) -> None:
-        self._pinned = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._read = Event()
-
-    def is_free(self) -> bool:
-        """Return True once the upload has run."""
-        return self._read.query()
-
-    def upload(self, values: Tensor, table: Tensor) -> None:
-        """Queue a copy of the values into the table on the current stream."""
-        self._pinned.copy_(values)
-        table.copy_(self._pinned, non_blocking=True)
-        self._read.record(torch.cuda.current_stream(table.device))
-
-
 class AddressTable:
-    """A vector of integers on a device; a write is queued behind the launches that read the old values.
-
-    Pinned memory is not reused before its upload has run: a write takes the oldest slot if it is free, or a new one.
-    """
+    """A vector of integers on a device; a write is queued behind the launches that read the old values."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.device_table = torch.zeros(size, dtype=torch.int64, device=device)
-        self.slots: deque[Slot] = deque()
+        # Pinned memory, and events that are complete when the device has read it; the oldest upload is first.
+        self._uploads: deque[tuple[Tensor, Event]] = deque()
         self._last: list[int] | None = None
 
     def write(self, values: list[int]) -> bool:
@@ -67,9 +46,14 @@ class AddressTable:
         return True
 
     def _upload(self, values: Tensor) -> None:
-        slot = self.slots.popleft() if self.slots and self.slots[0].is_free() else Slot(values.numel())
-        slot.upload(values, self.device_table)
-        self.slots.append(slot)
+        if self._uploads and self._uploads[0][1].query():
+            pinned, read = self._uploads.popleft()
+        else:
+            pinned, read = torch.empty(len(values), dtype=torch.int64, device="cpu", pin_memory=True), Event()
+        pinned.copy_(values)
+        self.device_table.copy_(pinned, non_blocking=True)
+        read.record(torch.cuda.current_stream(self.device_table.device))
+        self._uploads.append((pinned, read))
 
 
 @dataclass(frozen=True)
@@ -96,10 +80,6 @@ class Plan:
     one: Tensor  # 0-dim float64
     table: AddressTable  # [2 + N]
 
-    @property
-    def num_rows(self) -> int:
-        return max(self.num_gradients, self.num_tensors - self.num_gradients)
-
 
 def _plan_of(
     sizes_N: tuple[int, ...],
@@ -111,7 +91,7 @@ def _plan_of(
     device: torch.device,
     stream: int,
 ) -> Plan:
-    """Lay out the chunks of each tensor: first those in whole rounds for measure_chunks, then the remaining end.
+    """Lay out the chunks of flat tensors, gradients first: those in whole rounds for measure_chunks, then the ends.
 
     There is a plan per stream, so that no table is rewritten or read while another stream still reads or writes it.
     """
@@ -156,22 +136,5 @@ def _plan_of(
 
 # Plans are cached: few for whole models, as they are large; more for one or two tensors, one for each shape in a model,
 # because optimizers that step inside the backward, and differences, are measured in such lists.
-_plan_for = lru_cache(maxsize=32)(_plan_of)
-_plan_for_few = lru_cache(maxsize=512)(_plan_of)
-
-
-def plan_for(
-    addresses: Sequence[int],
-    sizes: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    *,
-    num_gradients: int,
-    device: torch.device,
-    lanes: int,
-    chunk: int,
-) -> Plan:
-    """Return the plan of flat tensors on one device, gradients first, at these addresses, for its current stream."""
-    codes = tuple(map(NATIVE_DTYPES.__getitem__, dtypes))
-    aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
-    plan_of = _plan_for_few if len(codes) <= 2 else _plan_for
-    return plan_of(tuple(sizes), codes, aligned, num_gradients, lanes, chunk, device, current_stream(device))
+plan_for = lru_cache(maxsize=32)(_plan_of)
+plan_for_few = lru_cache(maxsize=512)(_plan_of)
