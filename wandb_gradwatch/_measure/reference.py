@@ -1,76 +1,67 @@
-"""The specification: every column and the histogram in plain torch and float64, one tensor at a time.
+"""The specification: every column and the histogram in plain numpy and float64, one tensor at a time, on the host.
 
 It favours clarity over speed. The other backends must equal it: counts and histograms exactly, the rest up to rounding.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, ZERO_BIN, Column, magnitude_edges
+from .columns import AS_LEFT, IDENTITY_C, NUM_BINS, RECEIVED_COLUMNS, ZERO_BIN, Column, FloatArray, IntArray, bins_of
 from .elements import Measurement, Scale, Tensors, elements_of, wide_dtype
 
 # N tensors, C columns, B histogram bins, E elements of one tensor
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def measure(
     gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
 ) -> Measurement:
     """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64."""
     device = gradients[0].device
-    rows_NC = torch.full((len(gradients), NUM_COLUMNS), torch.nan, dtype=wide_dtype(device), device=device)
-    histogram_NB = torch.zeros((len(gradients), NUM_BINS), dtype=torch.int64, device=device) if histogram else None
-    for index, gradient in enumerate(gradients):
-        values, num_zero = _true_values(gradient, inverse_scale)
-        _gradient_columns(values, num_zero, dead_threshold, rows_NC[index])
-        if parameters is not None:
-            _parameter_columns(parameters[index], rows_NC[index])
-        if histogram_NB is not None:
-            histogram_NB[index] = _histogram(values, num_zero)
-    return Measurement(rows_NC, histogram_NB)
+    all_E = [_true_values(gradient, inverse_scale) for gradient in gradients]
+    rows_NC = np.stack([_row(values_E, num_zero, dead_threshold) for values_E, num_zero in all_E])
+    rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
+    for row_C, parameter in zip(rows_NC, parameters or (), strict=parameters is not None):
+        values_E, _ = _true_values(parameter, None)
+        finite = values_E[np.isfinite(values_E)]
+        row_C[Column.PARAM_SUM_SQ] = np.square(finite).sum()
+        row_C[Column.PARAM_NUM_NONFINITE] = values_E.size - finite.size
+    counts = torch.from_numpy(np.stack([_histogram(*one) for one in all_E])).to(device) if histogram else None
+    return Measurement(torch.from_numpy(rows_NC).to(device, wide_dtype(device)), counts)
 
 
 def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
-    values = [_true_values(gradient, inverse_scale)[0] for gradient in gradients]
-    sums = [(v[torch.isfinite(v)].square().sum(), v.isnan().sum(), v.isinf().sum()) for v in values]
-    return torch.stack([torch.stack([value.to(wide_dtype(value.device)) for value in three]) for three in sums])
+    rows = measure(gradients, None, dead_threshold=0.0, inverse_scale=inverse_scale, histogram=False).rows
+    return rows[:, RECEIVED_COLUMNS]
 
 
-def _true_values(gradient: Tensor, inverse_scale: Tensor | None) -> tuple[Tensor, int]:
-    elements, num_zero = elements_of(gradient)
-    values = elements.to(wide_dtype(elements.device))
-    return (values if inverse_scale is None else values * inverse_scale.to(values.dtype)), num_zero
+def _true_values(tensor: Tensor, inverse_scale: Scale) -> tuple[FloatArray, int]:
+    """Return a tensor's elements, multiplied by the scale, and the number of its implicit zeros."""
+    elements, num_zero = elements_of(tensor)
+    return elements.cpu().double().numpy() * (1.0 if inverse_scale is None else float(inverse_scale)), num_zero
 
 
-def _gradient_columns(values: Tensor, num_implicit_zeros: int, dead_threshold: float, row_C: Tensor) -> None:
-    finite = values[torch.isfinite(values)]
-    with_zero = torch.cat([finite, finite.new_zeros(min(num_implicit_zeros, 1))])
-    nonzero = finite.abs()[finite != 0]
-    row_C[Column.NUM_ELEMENTS] = values.numel() + num_implicit_zeros
-    row_C[Column.NUM_NAN] = torch.isnan(values).sum()
-    row_C[Column.NUM_INF] = torch.isinf(values).sum()
+def _row(values_E: FloatArray, num_implicit_zeros: int, dead_threshold: float) -> FloatArray:
+    row_C = IDENTITY_C.copy()
+    finite = values_E[np.isfinite(values_E)]
+    with_zero = np.append(finite, np.zeros(min(num_implicit_zeros, 1)))
+    row_C[Column.NUM_ELEMENTS] = values_E.size + num_implicit_zeros
+    row_C[Column.NUM_NAN] = np.isnan(values_E).sum()
+    row_C[Column.NUM_INF] = np.isinf(values_E).sum()
     row_C[Column.NUM_ZERO] = (finite == 0).sum() + num_implicit_zeros
-    row_C[Column.NUM_DEAD] = (finite.abs() <= dead_threshold).sum() + num_implicit_zeros
+    row_C[Column.NUM_DEAD] = (abs(finite) <= dead_threshold).sum() + num_implicit_zeros
     row_C[Column.GRAD_SUM] = finite.sum()
-    row_C[Column.GRAD_SUM_SQ] = finite.square().sum()
+    row_C[Column.GRAD_SUM_SQ] = np.square(finite).sum()
     row_C[RECEIVED_COLUMNS] = row_C[list(AS_LEFT)]
-    row_C[Column.GRAD_MIN] = with_zero.min() if with_zero.numel() else torch.inf
-    row_C[Column.GRAD_MAX] = with_zero.max() if with_zero.numel() else -torch.inf
-    row_C[Column.GRAD_ABS_MIN_NONZERO] = nonzero.min() if nonzero.numel() else torch.inf
+    row_C[Column.GRAD_MIN] = with_zero.min(initial=np.inf)
+    row_C[Column.GRAD_MAX] = with_zero.max(initial=-np.inf)
+    row_C[Column.GRAD_ABS_MIN_NONZERO] = abs(finite[finite != 0]).min(initial=np.inf)
+    return row_C
 
 
-def _parameter_columns(parameter: Tensor, row_C: Tensor) -> None:
-    values = elements_of(parameter)[0]
-    finite = values[torch.isfinite(values)].to(row_C.dtype)
-    row_C[Column.PARAM_SUM_SQ] = finite.square().sum()
-    row_C[Column.PARAM_NUM_NONFINITE] = values.numel() - finite.numel()
-
-
-def _histogram(values: Tensor, num_implicit_zeros: int) -> Tensor:
-    finite = values[torch.isfinite(values)]
-    edges = torch.tensor(magnitude_edges()[1:-1], dtype=values.dtype, device=values.device)
-    magnitude_bin = torch.bucketize(finite.abs(), edges, right=True)
-    signed_bin = torch.where(finite > 0, ZERO_BIN + 1 + magnitude_bin, ZERO_BIN - 1 - magnitude_bin)
-    counts_B = torch.bincount(torch.where(finite == 0, ZERO_BIN, signed_bin), minlength=NUM_BINS)
+def _histogram(values_E: FloatArray, num_implicit_zeros: int) -> IntArray:
+    counts_B = np.bincount(bins_of(values_E[np.isfinite(values_E)]), minlength=NUM_BINS)
     counts_B[ZERO_BIN] += num_implicit_zeros
     return counts_B
