@@ -18,6 +18,8 @@ from .columns import CLIP_TOLERANCE, Column, FloatArray
 _FLOAT16_EPS, _FLOAT16_SPACING = 2.0**-10, 2.0**-24  # smallest float16: values scaled near it lose digits or become 0
 _LIMIT_TOLERANCE: Final = 1e-5  # relative, of a clipped norm: torch divides by (norm + 1e-6)
 
+_SUMS_AND_EXTREMES: Final = slice(Column.GRAD_SUM, Column.GRAD_ABS_MIN_NONZERO + 1)
+
 # The value of `keys.CLIPPED`, instead of 1, for a sample that may have been clipped:
 MULTIPLIED: Final = 0.5  # one factor below 1, but not by torch's functions: clipping, or a change of unit
 
@@ -43,29 +45,22 @@ def change_between(before_NC: FloatArray, after_NC: FloatArray, eps: float) -> C
         before_NC, after_NC: the rows before and after the change.
         eps: the relative precision of the gradients' dtype; of several dtypes, the coarsest.
     """
-    columns = [Column.NUM_NAN, Column.NUM_INF]
-    known = (before_NC[:, columns].sum(axis=1) == 0) & (after_NC[:, columns].sum(axis=1) == 0)
-    before, after = before_NC[known].T, after_NC[known].T
-    num, total, sum_sq = before[Column.NUM_ELEMENTS], before[Column.GRAD_SUM], before[Column.GRAD_SUM_SQ]
-    low, high, least = before[Column.GRAD_MIN], before[Column.GRAD_MAX], before[Column.GRAD_ABS_MIN_NONZERO]
-    after_sum_sq = after[Column.GRAD_SUM_SQ]
-    after_low, after_high, after_least = (
-        after[column] for column in (Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO)
-    )
+    nonfinite = [Column.NUM_NAN, Column.NUM_INF]
+    known = ~(before_NC[:, nonfinite].any(axis=1) | after_NC[:, nonfinite].any(axis=1))  # NaN is True as well
+    num = before_NC[known, Column.NUM_ELEMENTS]
+    total, sum_sq, low, high, least = before_NC[known, _SUMS_AND_EXTREMES].T
+    after_total, after_sum_sq, after_low, after_high, after_least = after_NC[known, _SUMS_AND_EXTREMES].T
     was_zero, tolerance = sum_sq == 0, 4 * eps + CLIP_TOLERANCE
     spacing = _FLOAT16_SPACING if eps == _FLOAT16_EPS else 0.0
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         factor = np.where(was_zero, 1.0, np.sqrt(after_sum_sq / sum_sq))
-        largest = np.maximum(np.abs(low), np.abs(high)) * factor
-        slack = tolerance * largest + spacing
-        multiplied = (
+        slack = tolerance * factor * np.maximum(np.abs(low), np.abs(high)) + spacing
+        slack_of_total = tolerance * factor * np.sqrt(num * sum_sq) + num * spacing
+        multiplied = (was_zero & (after_sum_sq == 0)) | (
             (np.abs(after_low - factor * low) <= slack)
             & (np.abs(after_high - factor * high) <= slack)
-            & (
-                np.abs(after[Column.GRAD_SUM] - factor * total)
-                <= tolerance * factor * np.sqrt(num * sum_sq) + num * spacing
-            )
-        ) | (was_zero & (after_sum_sq == 0))
+            & (np.abs(after_total - factor * total) <= slack_of_total)
+        )
         # Elements may first be scaled (by the factor of the smallest element) and then limited (to the largest left).
         first = np.minimum(after_least / least, 1.0)
         limit = np.maximum(np.abs(after_low), np.abs(after_high))
@@ -76,15 +71,12 @@ def change_between(before_NC: FloatArray, after_NC: FloatArray, eps: float) -> C
             & (after_least <= least * (1 + tolerance))
             & (after_sum_sq <= first**2 * sum_sq * (1 + tolerance))
         )
-    shorter = factor < 1 - CLIP_TOLERANCE
     same = multiplied & (np.abs(factor - 1) <= CLIP_TOLERANCE)
-    explained = same | (shorter & (multiplied | limited))
-    factors = factor[~was_zero]
-    is_one = (
-        bool(factors.size) and bool(multiplied.all()) and float(np.ptp(factors)) <= tolerance * float(factors.max())
-    )
-    common = float(np.median(factors)) if is_one else math.nan
-    return Change(bool((explained & ~same).any()), not bool(explained.all()), common)
+    clipped = (factor < 1 - CLIP_TOLERANCE) & (multiplied | limited)
+    factors, common = factor[~was_zero], math.nan
+    if factors.size and multiplied.all() and np.ptp(factors) <= tolerance * factors.max():
+        common = float(np.median(factors))
+    return Change(bool(clipped.any()), not (same | clipped).all(), common)
 
 
 def is_limit(norm: float) -> bool:
