@@ -23,9 +23,7 @@ from numba.extending import intrinsic
 # M pieces, C columns, B histogram bins, K codes, E elements of one block
 
 BLOCK: Final = 2048  # elements: 8 KB of float32, which leaves room for as much scratch in the first-level cache
-SMALL: Final = (
-    1 << 12
-)  # elements; in smaller tensors each value is counted directly, as summing the table of pairs would cost more
+SMALL: Final = 1 << 12  # elements; values of smaller tensors are counted directly: summing pairs would cost more
 WINDOW: Final = 64  # magnitude codes (32 octaves) that the table of pairs covers; more would not fit in the cache
 SLOTS: Final = 2 * WINDOW  # a slot is a code modulo WINDOW, and the sign
 FOLD_EVERY: Final = 2**16 - BLOCK // 2  # pairs; the table is then added up, because its counters hold up to 2**16 - 1
@@ -51,15 +49,15 @@ _jit_sums: Final = numba.njit(**_ONLY_FOR_LOOPS, fastmath={"reassoc", "contract"
 # Words: numba widens 32-bit integers in arithmetic, which would waste half of each vector.
 
 
-def _word_intrinsic(build: Callable[..., Any]) -> Any:
-    """Make a function of LLVM instructions from words of one type to a word of that type."""
+def _word_intrinsic(build: Callable[..., Any], result: Any = None) -> Any:
+    """Make a function of LLVM instructions from words of one type to that type, or to `result`."""
 
     @intrinsic
     @wraps(build)  # numba takes the number of arguments from the signature
     def of_words(typing_context, *words):
         if not isinstance(words[0], types.Integer) or len(set(words)) > 1:
             return None
-        return words[0](*words), lambda context, builder, signature, args: build(builder, *args)
+        return (result or words[0])(*words), lambda context, builder, signature, args: build(builder, *args)
 
     return of_words
 
@@ -101,46 +99,33 @@ def _words_at(typing_context, address, like):
     return types.CPointer(like)(address, like), build
 
 
-@intrinsic
-def _value(typing_context, word):
+def _value_of(builder, word):
     """Return the float with these bits, as float64."""
-    if word not in (types.uint32, types.uint64):
-        return None
-    narrow = word is types.uint32
-
-    def build(context, builder, signature, args):
-        if not narrow:
-            return builder.bitcast(args[0], ir.DoubleType())
-        return builder.fpext(builder.bitcast(args[0], ir.FloatType()), ir.DoubleType())
-
-    return types.float64(word), build
+    if word.type.width == 64:
+        return builder.bitcast(word, ir.DoubleType())
+    return builder.fpext(builder.bitcast(word, ir.FloatType()), ir.DoubleType())
 
 
-@intrinsic
-def _widened_half(typing_context, half):
+_value = _word_intrinsic(_value_of, types.float64)
+
+
+@_word_intrinsic
+def _widened_half(builder, half):
     """Convert the bits of a float16 to those of float32 with integers: some processors have no instruction for it."""
-    if half is not types.uint16:
-        return None
 
-    def build(context, builder, signature, args):
-        i32 = ir.IntType(32)
+    def word(value: int) -> Any:
+        return ir.Constant(half.type, value)
 
-        def word(value: int) -> Any:
-            return ir.Constant(i32, value)
-
-        bits = builder.zext(args[0], i32)
-        magnitude = builder.and_(bits, word(0x7FFF))
-        normal = builder.add(builder.shl(magnitude, word(13)), word(112 << 23))
-        nonfinite = builder.add(normal, word(112 << 23))
-        # 2**-14 * (1 + magnitude / 1024) - 2**-14: both operands are normal, so no processor flushes them to zero.
-        above = builder.bitcast(builder.add(normal, word(1 << 23)), ir.FloatType())
-        offset = builder.bitcast(word(113 << 23), ir.FloatType())
-        subnormal = builder.bitcast(builder.fsub(above, offset), i32)
-        finite = builder.select(builder.icmp_unsigned("<", magnitude, word(0x400)), subnormal, normal)
-        wide = builder.select(builder.icmp_unsigned(">=", magnitude, word(0x7C00)), nonfinite, finite)
-        return builder.or_(wide, builder.shl(builder.and_(bits, word(0x8000)), word(16)))
-
-    return types.uint32(half), build
+    magnitude = builder.and_(half, word(0x7FFF))
+    normal = builder.add(builder.shl(magnitude, word(13)), word(112 << 23))
+    nonfinite = builder.add(normal, word(112 << 23))
+    # 2**-14 * (1 + magnitude / 1024) - 2**-14: both operands are normal, so no processor flushes them to zero.
+    above = builder.bitcast(builder.add(normal, word(1 << 23)), ir.FloatType())
+    offset = builder.bitcast(word(113 << 23), ir.FloatType())
+    subnormal = builder.bitcast(builder.fsub(above, offset), half.type)
+    finite = builder.select(builder.icmp_unsigned("<", magnitude, word(0x400)), subnormal, normal)
+    wide = builder.select(builder.icmp_unsigned(">=", magnitude, word(0x7C00)), nonfinite, finite)
+    return builder.or_(wide, builder.shl(builder.and_(half, word(0x8000)), word(16)))
 
 
 @_jit
@@ -165,7 +150,7 @@ def _block(address, start, count, kind, scratch):
             scratch[i] = np.uint32(halves[i]) << np.uint32(16)
     else:
         for i in range(count):
-            scratch[i] = _widened_half(halves[i])
+            scratch[i] = _widened_half(np.uint32(halves[i]))
     return scratch[:count]
 
 
@@ -380,9 +365,9 @@ def _measure(table, dead32, dead64, bins32, bins64, rows, histogram):
         rows: the output: [M, C].
         histogram: zeros, to be filled in: [M, B], or [M, 0] for no histogram.
     """
+    pairs = np.zeros(SLOTS * SLOTS if histogram.shape[1] > 0 else 0, np.uint16)
     scratch32, spare32 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     scratch64, spare64 = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
-    pairs = np.zeros(SLOTS * SLOTS if histogram.shape[1] > 0 else 0, np.uint16)
     layout32, layout64 = (SIGN32, INFINITY32, SHIFT32), (SIGN64, INFINITY64, SHIFT64)
     for i in range(len(rows)):
         address, size, kind = table[ADDRESS, 0, i], table[SIZE, 0, i], table[KIND, 0, i]
