@@ -73,7 +73,7 @@ FAULTS = (  # one line each, however long
     Fault("a list is read with its first dtype", LAUNCH, '"DTYPE": group.code', '"DTYPE": plan.groups[0].code'),
     Fault("a parameter's address 0 is no missing one", KERNEL, 'true_sq = tl.where(missing, float("nan")', "true_sq = tl.where(missing, 0.0"),
     Fault("threads share a table's moment", LAUNCH, "_one_at_a_time: Final = threading.Lock()", "_one_at_a_time: Final = nullcontext()"),
-    Fault("unaligned gradients are not warmed up", LAUNCH, "if not aligned and not in_buckets:", "if not aligned:"),
+    Fault("unaligned gradients are not warmed up", LAUNCH, "(True, False) if in_buckets else (True,)", "(True,)"),
     Fault("launchers are not warmed up", LAUNCH, "kernels.build_launcher(kernel.warmup(*arguments, grid=(num_programs,), **constants))", "kernel.warmup(*arguments, grid=(num_programs,), **constants)"),
     Fault("an unchanged table is trusted too long", PLAN, "if values == self._last:", "if self._last is not None:"),
     Fault("pinned memory in flight is reused", PLAN, "if self._uploads and self._uploads[0][1].query():", "if self._uploads:"),

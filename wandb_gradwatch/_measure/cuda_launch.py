@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from itertools import product
 from operator import attrgetter
 from typing import Any, Final
 
@@ -25,16 +26,7 @@ from . import cuda as kernels
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS
 from .compilation import after_other_processes
 from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for, plan_for_few
-from .elements import (
-    NATIVE_DTYPES,
-    Measurement,
-    Scale,
-    Tensors,
-    add_implicit_zeros,
-    current_stream,
-    elements_of,
-    readable,
-)
+from .elements import Measurement, Scale, Tensors, add_implicit_zeros, current_stream, elements_of, readable
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
 
 # N tensors, M chunks, C columns, B histogram bins
@@ -67,11 +59,10 @@ def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead
     """
     tensors = [*gradients, *parameters]
     addresses = list(map(Tensor.data_ptr, tensors))
-    device, sizes = tensors[0].device, tuple(map(Tensor.numel, tensors))
-    codes = tuple(map(NATIVE_DTYPES.__getitem__, map(_DTYPE, tensors)))
+    sizes, dtypes, device = tuple(map(Tensor.numel, tensors)), tuple(map(_DTYPE, tensors)), tensors[0].device
     aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
     plan_of = plan_for_few if len(tensors) <= 2 else plan_for
-    plan = plan_of(sizes, codes, aligned, len(gradients), LANES, CHUNK, device, current_stream(device))
+    plan = plan_of(sizes, dtypes, aligned, len(gradients), LANES, CHUNK, device, current_stream(device))
     plan.table.write([*_dead_words(dead_threshold), *addresses])
     return plan
 
@@ -236,26 +227,24 @@ def warm_up(
         in_buckets: gradients or parameters may have unaligned addresses, unlike tensors from the allocator.
         goes_on: called before each launch; returns False if the kernels are no longer needed.
     """
-    seen = [
-        torch.zeros(1, dtype=dtype, device="cpu") for dtype in dtypes if dtype.is_floating_point or dtype.is_complex
-    ]
-    natives = dict.fromkeys(elements_of(tensor)[0].dtype for tensor in seen)  # the dtypes that the kernels read
-    scale = torch.ones((), dtype=torch.float64, device="cpu")
-    for aligned, inverse_scale in ((True, None), (True, scale), (False, None), (False, scale)):
-        if not aligned and not in_buckets:
-            continue
-        for dtype in natives:
-            # Kernels are compiled per dtype and alignment, independent of addresses and sizes.
-            size = LANES * LOADS * ALIGNMENT // dtype.itemsize  # one round, so that there is an ordinary chunk
-            tensors = [torch.empty(size + 1, dtype=dtype, device="cpu")[0 if aligned else 1 :]]
-            plan = prepare(tensors, tensors, dead_threshold)
-            for with_histogram in sorted({False, histogram}, reverse=True):  # the first sample has a histogram
-                if not goes_on():
-                    return
-                launch(
-                    plan,
-                    dead=dead_threshold != 0,
-                    inverse_scale=inverse_scale,
-                    histogram=with_histogram,
-                    only_compile_for=device,
-                )
+    natives = dict.fromkeys(  # the dtypes that the kernels read
+        elements_of(torch.zeros(1, dtype=dtype, device="cpu"))[0].dtype
+        for dtype in dtypes
+        if dtype.is_floating_point or dtype.is_complex
+    )
+    scales = (None, torch.ones((), dtype=torch.float64, device="cpu"))
+    histograms = (True, False) if histogram else (False,)  # the first sample has a histogram
+    variants = product((True, False) if in_buckets else (True,), scales, natives, histograms)
+    for aligned, inverse_scale, dtype, with_histogram in variants:
+        if not goes_on():
+            return
+        # Kernels are compiled per dtype and alignment, independent of addresses and sizes.
+        size = LANES * LOADS * ALIGNMENT // dtype.itemsize  # one round, so that there is an ordinary chunk
+        tensors = [torch.empty(size + 1, dtype=dtype, device="cpu")[0 if aligned else 1 :]]
+        launch(
+            prepare(tensors, tensors, dead_threshold),
+            dead=dead_threshold != 0,
+            inverse_scale=inverse_scale,
+            histogram=with_histogram,
+            only_compile_for=device,
+        )

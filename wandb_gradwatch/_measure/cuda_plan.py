@@ -83,7 +83,7 @@ class Plan:
 
 def _plan_of(
     sizes_N: tuple[int, ...],
-    codes_N: tuple[int, ...],
+    dtypes_N: tuple[torch.dtype, ...],
     aligned_N: tuple[bool, ...],
     num_gradients: int,
     lanes: int,
@@ -95,6 +95,7 @@ def _plan_of(
 
     There is a plan per stream, so that no table is rewritten or read while another stream still reads or writes it.
     """
+    codes_N = [NATIVE_DTYPES[dtype] for dtype in dtypes_N]
     sizes, codes = np.array(sizes_N, dtype=np.int64), np.array(codes_N)
     itemsizes = ITEMSIZES[codes]
     step = lanes * LOADS * ALIGNMENT // itemsizes  # elements of a round
