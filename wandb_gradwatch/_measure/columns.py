@@ -56,7 +56,7 @@ NONFINITE_COLUMNS: Final = (Column.NUM_NAN, Column.NUM_INF, Column.RECEIVED_NUM_
 MIN_COLUMNS: Final = (Column.GRAD_MIN, Column.GRAD_ABS_MIN_NONZERO)
 MAX_COLUMNS: Final = (Column.GRAD_MAX,)
 SUM_COLUMNS: Final = tuple(column for column in Column if column not in MIN_COLUMNS + MAX_COLUMNS)
-_EXTREMES: Final = ((MIN_COLUMNS, np.minimum), (MAX_COLUMNS, np.maximum))
+_EXTREMES: Final = tuple((c, np.minimum if c in MIN_COLUMNS else np.maximum) for c in MIN_COLUMNS + MAX_COLUMNS)
 
 # The power of the gradient's unit in a column: multiplying each column by (1 / loss scale) ** power turns a row of
 # scaled gradients into a row of true gradients. Counts and parameter columns have power 0.
@@ -92,27 +92,17 @@ def merge_rows(rows: FloatArray, axis: int) -> FloatArray:
     absent = np.isnan(rows[..., Column.NUM_ELEMENTS])
     present = np.where(absent[..., None], IDENTITY_C, rows)
     merged: FloatArray = np.add.reduce(present, axis=axis)
-    for columns, merge in _EXTREMES:
-        for column in columns:  # np.minimum, unlike np.fmin, keeps the NaN of an unknown value
-            merged[..., column] = merge.reduce(present[..., column], axis=axis, initial=IDENTITY_C[column])
+    for column, merge in _EXTREMES:  # np.minimum, unlike np.fmin, keeps the NaN of an unknown value
+        merged[..., column] = merge.reduce(present[..., column], axis=axis, initial=IDENTITY_C[column])
     merged[np.logical_and.reduce(absent, axis=axis)] = np.nan
     return merged
 
 
 def merge_adjacent_rows(rows: FloatArray, starts: IntArray) -> FloatArray:
-    """Merge each run of adjacent present rows into one row.
-
-    Args:
-        rows: [M, C].
-        starts: the index of the first row of each run, ascending: [N].
-
-    Returns:
-        The merged rows: [N, C].
-    """
+    """Merge each run of adjacent present rows [M, C] into one row: [N, C]; `starts` has the run's first rows: [N]."""
     merged: FloatArray = np.add.reduceat(rows, starts, axis=0)
-    for columns, merge in _EXTREMES:
-        for column in columns:
-            merged[:, column] = merge.reduceat(rows[:, column], starts)
+    for column, merge in _EXTREMES:
+        merged[:, column] = merge.reduceat(rows[:, column], starts)
     return merged
 
 

@@ -34,15 +34,15 @@ class Compilation(Generic[Made]):
         self._make = make
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start the compilation in the background, unless it was started before."""
-        if self._thread is not None:
-            return
-        # Not a daemon thread: an interpreter that exits while a compiler runs may crash.
-        self._thread = threading.Thread(target=self._run, name="gradwatch-compile", daemon=False)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(before=self._settle)
-        self._thread.start()
+    def start(self) -> threading.Thread:
+        """Start the compilation in a thread, unless it was started before; return the thread."""
+        if self._thread is None:
+            # Not a daemon thread: an interpreter that exits while a compiler runs may crash.
+            self._thread = thread = threading.Thread(target=self._run, name="gradwatch-compile", daemon=False)
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(before=lambda: thread is threading.current_thread() or thread.join(_LONGEST_FORK))
+            thread.start()
+        return self._thread
 
     def wait(self) -> Made:
         """Return the result; start the compilation if necessary and wait for it.
@@ -52,9 +52,7 @@ class Compilation(Generic[Made]):
         """
         if self.made is not None:
             return self.made
-        self.start()
-        assert self._thread is not None
-        self._thread.join()
+        self.start().join()
         if self.made is None:
             raise RuntimeError(f"the compiled loops could not be made: {self.failure!r}") from self.failure
         return self.made
@@ -68,11 +66,6 @@ class Compilation(Generic[Made]):
             self.made = self._make()
         except Exception as error:
             self.failure = error
-
-    def _settle(self) -> None:
-        assert self._thread is not None
-        if self._thread is not threading.current_thread():
-            self._thread.join(_LONGEST_FORK)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Final
 
@@ -50,11 +50,7 @@ class Event:
 
 @contextmanager
 def _allowed_while_others_capture() -> Iterator[None]:
-    exchange = exchange_capture_mode()
-    if exchange is None:
-        yield
-        return
-    mode = ctypes.c_int(_RELAXED)
+    exchange, mode = exchange_capture_mode(), ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))  # `mode` now holds the previous mode
     try:
         yield
@@ -63,13 +59,10 @@ def _allowed_while_others_capture() -> Iterator[None]:
 
 
 @cache
-def exchange_capture_mode() -> Callable[[Any], int] | None:
-    """Return the driver's function that sets a thread's capture mode; None without a CUDA driver: CPU, ROCm."""
-    if not torch.version.cuda:
-        return None
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        exchange: Callable[[Any], int] = driver.cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # no driver
-        return None
-    return exchange
+def exchange_capture_mode() -> Callable[[Any], object]:
+    """Return the driver's function that sets a thread's capture mode; one that does nothing without a CUDA driver."""
+    if torch.version.cuda:
+        with suppress(OSError, AttributeError):  # no driver
+            driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+            return driver.cuThreadExchangeStreamCaptureMode
+    return lambda mode: None

@@ -97,7 +97,9 @@ def _rows(elements: list[Tensor], tiling: _Tiling, dead_threshold: float, scale:
     rows_NC[:, Column.GRAD_MIN], rows_NC[:, Column.GRAD_ABS_MIN_NONZERO] = minima[:, 0], minima[:, 1]
     rows_NC[:, Column.GRAD_MAX] = -minima[:, 2]
     if rows_NC.dtype is not torch.float64:
-        _hide_unrepresentable(rows_NC)
+        total_sq = rows_NC[:, Column.GRAD_SUM_SQ]
+        vanished = (total_sq == 0) & rows_NC[:, Column.GRAD_ABS_MIN_NONZERO].isfinite()
+        total_sq.masked_fill_(vanished | total_sq.isinf(), torch.nan)
     if scale is not None:
         for column, power in SCALE_POWER.items():
             rows_NC[:, column] *= scale**power
@@ -152,12 +154,6 @@ def _measure_lines(page: Tensor, dead_threshold: float, scale: Tensor | None, li
     nonzero = magnitude.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill_(flags[2], torch.inf)
     lines[7] = nonzero.amin(1)
     lines[8] = page.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).amax(1)
-
-
-def _hide_unrepresentable(rows_NC: Tensor) -> None:
-    total_sq = rows_NC[:, Column.GRAD_SUM_SQ]
-    vanished = (total_sq == 0) & rows_NC[:, Column.GRAD_ABS_MIN_NONZERO].isfinite()
-    total_sq.masked_fill_(vanished | total_sq.isinf(), torch.nan)
 
 
 def _histogram(elements: list[Tensor], tiling: _Tiling, scale: Tensor | None) -> Tensor:
