@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -530,7 +531,8 @@ def test_a_backend_for_the_cpu_says_so_elsewhere() -> None:
 
 def test_a_helper_that_wakes_late_keeps_nothing_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     piece, read, late = np.zeros(1), [], []
-    monkeypatch.setattr(thread_pool, "_help", late.append)  # one helper exists, but it has not woken up yet
+    helper = SimpleNamespace(submit=lambda work: (late.append(work), Future())[1])  # it has not woken up yet
+    monkeypatch.setattr(thread_pool, "_executor", lambda pid: helper)
     kept = weakref.ref(piece)
     for_each([piece], lambda one: read.append(one.size), num_threads=2)
     del piece

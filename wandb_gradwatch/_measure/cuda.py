@@ -27,11 +27,11 @@ import triton
 import triton.language as tl
 
 from .columns import NUM_BINS, ZERO_BIN
+from .cuda_plan import CAREFUL_ONLY
 
 # N tensors (gradients, then parameters), M chunks, C columns, B histogram bins
 
 NUM_PARTIALS: Final = 9  # columns NUM_NAN to GRAD_ABS_MIN_NONZERO, in their order
-CAREFUL_ONLY: Final = 4  # added to a chunk's dtype: only measure_carefully reads the chunk
 
 _BFLOAT16: Final = tl.constexpr(1)
 _CAREFUL_ONLY: Final = tl.constexpr(CAREFUL_ONLY)

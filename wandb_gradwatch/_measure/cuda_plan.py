@@ -20,8 +20,9 @@ from .events import Event
 ALIGNMENT: Final = 16  # bytes of a vector load
 LOADS: Final = 4  # of each lane, in flight at once
 
+CAREFUL_ONLY: Final = 4  # added to a chunk's dtype: only measure_carefully reads the chunk
+
 _FLOAT64: Final = NATIVE_DTYPES[torch.float64]
-_CAREFUL_ONLY: Final = 4  # CAREFUL_ONLY of the kernels, whose import would import Triton
 
 
 class AddressTable:
@@ -122,7 +123,7 @@ def _plan_of(
         members = np.flatnonzero(places == place)
         if kind[1] != _FLOAT64 and num_whole[members].any():
             groups.append(Group(*kind, int(first_chunk[members[0]]), int(num_chunks_of[members].sum())))
-    dtype = codes[tensor] + _CAREFUL_ONLY * (careful[tensor] | is_end)
+    dtype = codes[tensor] + CAREFUL_ONLY * (careful[tensor] | is_end)
     return Plan(
         groups=tuple(groups),
         num_gradients=num_gradients,

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import lru_cache
 from typing import Final, TypeVar
 
@@ -36,22 +37,17 @@ def for_each(pieces: Sequence[Piece], read: Callable[[Piece], object], num_threa
         except BaseException as error:  # raised by the caller, also if it occurs in a helper
             failures.append(error)
 
-    helpers = [_help(work) for _ in range(min(num_threads - 1, _MAX_HELPERS))]
+    helpers: list[Future[None]] = []
+    with suppress(RuntimeError):  # no more threads: the interpreter exits, or a limit is reached
+        for _ in range(min(num_threads - 1, _MAX_HELPERS)):
+            helpers.append(_executor(os.getpid()).submit(work))
     try:
         work()
     finally:  # also after an interruption: the memory must stay valid until no helper reads it
-        wait([helper for helper in helpers if helper is not None and not helper.cancel()])
+        wait([helper for helper in helpers if not helper.cancel()])
         pieces, read = (), lambda _: None  # so that a helper that wakes up later holds no tensor
     if failures:
         raise failures[0]
-
-
-def _help(work: Callable[[], None]) -> Future[None] | None:
-    """Let a helper do the work; None if there is no helper."""
-    try:
-        return _executor(os.getpid()).submit(work)
-    except RuntimeError:  # no more threads: the interpreter exits, or a limit is reached
-        return None
 
 
 @lru_cache(maxsize=1)
