@@ -38,10 +38,10 @@ class Compilation(Generic[Made]):
         """Start the compilation in a thread, unless it was started before; return the thread."""
         if self._thread is None:
             # Not a daemon thread: an interpreter that exits while a compiler runs may crash.
-            self._thread = thread = threading.Thread(target=self._run, name="gradwatch-compile", daemon=False)
+            self._thread = threading.Thread(target=self._run, name="gradwatch-compile", daemon=False)
             if hasattr(os, "register_at_fork"):
-                os.register_at_fork(before=lambda: thread is threading.current_thread() or thread.join(_LONGEST_FORK))
-            thread.start()
+                os.register_at_fork(before=self._settle)
+            self._thread.start()
         return self._thread
 
     def wait(self) -> Made:
@@ -66,6 +66,10 @@ class Compilation(Generic[Made]):
             self.made = self._make()
         except Exception as error:
             self.failure = error
+
+    def _settle(self) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LONGEST_FORK)
 
 
 @contextmanager
