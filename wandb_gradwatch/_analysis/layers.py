@@ -1,5 +1,8 @@
-"""Statistics of modules from those of their parameters: norms, dead units, initial gains, the scale of inputs."""
+"""Statistics of modules from those of their parameters: norms, their trend over the depth, dead units, initial gains,
+the scale of inputs."""
 
+import math
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -8,13 +11,17 @@ import numpy.typing as npt
 
 from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot
+from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._shapes import group_function
 
-# S samples, P watched parameters, L modules in model order (the first is nearest the input)
+# S samples, P watched parameters, L modules in model order (the first is nearest the input), X samples without zeros, N
+# chains of layers
 
 # A bias's gradient below this share of the weight's is rounding: a later normalisation cancels the bias.
 _ROUNDING = 1e-5
 _HALF_ROUNDING = 256.0  # estimated size of inputs from which a bias's gradient may be the rounding of bfloat16, 2^-8
+_MIN_LAYERS = 4
+_TOLERANCE = 1e-9  # relative, because sums in different orders round differently
 MIN_WEIGHTS = 64  # fewer elements are a scale or a temperature, which may be clamped, and no layer's weights
 
 
@@ -176,3 +183,80 @@ def num_units(snapshot: Snapshot, sample: int) -> FloatArray:
     modules = modules_of(snapshot.names)
     size_P = np.where(snapshot.present[sample], snapshot.num_elements[sample], np.inf)
     return np.minimum.reduceat(size_P[modules.order], modules.starts)
+
+
+def branch_of(name: str) -> str:
+    """A module's name up to its first number. Modules of one branch are assumed to follow each other."""
+    return re.split(r"\d", name, maxsplit=1)[0]
+
+
+@lru_cache(maxsize=16)
+def _chains_of(names_L: tuple[str, ...]) -> tuple[list[npt.NDArray[np.intp]], FloatArray]:
+    """The indices of the modules of each branch with at least four modules, N arrays; and the weights with which the
+    logarithms of the modules' sums of squares add up to each chain's log factor: [L, N].
+
+    `actor.0, actor.2, ...` and `critic.0, critic.2, ...` are two branches, as are two models: a trend over both would
+    compare layers that are not connected.
+    """
+    branches: dict[str, list[int]] = {}
+    for place, name in enumerate(names_L):
+        branches.setdefault(branch_of(name), []).append(place)
+    chains = [np.array(places, dtype=np.intp) for places in branches.values() if len(places) >= _MIN_LAYERS]
+    weights_LN = np.zeros((len(names_L), len(chains)))
+    for weights_L, chain in zip(weights_LN.T, chains, strict=True):
+        centred = _centred(len(chain))
+        weights_L[chain] = 0.5 * (len(chain) - 1) * centred / (centred @ centred)
+    return chains, weights_LN
+
+
+@dataclass(frozen=True)
+class DepthTrend:
+    """The trend of log norms over the depth, from the layer nearest the input to the last layer."""
+
+    first: str  # the name of the first layer
+    last: str
+    # The last layer's norm divided by the first layer's, on the fitted line: above 1 if the gradient decreases towards
+    # the input, below 1 if it grows.
+    factor: float
+    order: float  # Spearman's rank correlation of norm and depth: 1 if every layer's norm is above the one before
+
+
+def depth_trends(snapshot: Snapshot, *, above: float) -> list[DepthTrend | None]:
+    """The trend of the modules' gradient norms in each sample; None where its factor is not above a limit.
+
+    Parameters are merged into modules first, because bias and weight of a layer differ for reasons other than depth.
+    """
+    trends: list[DepthTrend | None] = [None] * len(snapshot)
+    modules = modules_of(snapshot.names)
+    # Samples in which all gradients are there, and above 0
+    whole = [sample.place for sample in snapshot.overview if sample.least_sum_sq > LEAST_SUM_SQ]
+    squares_SL = np.add.reduceat(snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order], modules.starts, axis=1)
+    log_factors_XN = np.log(squares_SL[whole]) @ _chains_of(modules.names)[1]
+    largest = np.maximum.reduce(log_factors_XN, axis=1, initial=-math.inf).tolist()
+    limit = math.log(above) - _TOLERANCE
+    are_flat = {place for place, log_factor in zip(whole, largest, strict=True) if log_factor < limit}
+    for sample in set(range(len(snapshot))) - are_flat:
+        trend = trend_of(modules.names, module_norms(snapshot)[sample])
+        if trend is not None and trend.factor > above:
+            trends[sample] = trend
+    return trends
+
+
+def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:
+    """The steepest trend of these layers' norms along a chain; zero and missing norms are left out."""
+    are_seen_L, found = np.isfinite(norms_L) & (norms_L > 0), []
+    for chain in _chains_of(names_L)[0]:
+        seen = chain[are_seen_L[chain]]
+        if len(seen) >= _MIN_LAYERS:
+            centred, log_norms = _centred(len(seen)), np.log(norms_L[seen])
+            slope = float(centred @ log_norms / (centred @ centred))
+            ranks = np.argsort(np.argsort(log_norms)) + centred[0]
+            order = float(centred @ ranks / (centred @ centred))
+            factor = float(np.exp(np.clip(slope * (len(seen) - 1), -700, 700)))
+            found.append(DepthTrend(names_L[seen[0]], names_L[seen[-1]], factor, order))
+    return max(found, key=lambda trend: abs(math.log(trend.factor)), default=None)
+
+
+def _centred(num: int) -> FloatArray:
+    """The numbers from 0 on, minus their mean: [num]."""
+    return np.arange(num, dtype=np.float64) - (num - 1) / 2

@@ -13,8 +13,7 @@ import numpy as np
 from .._analysis.baseline import bounded_exp, evenly_apart, steady_growth
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.memory import PerKind, PerName, Remembers
-from .._analysis.movement import Movement
-from .._analysis.progress import Progress
+from .._analysis.movement import Movement, Progress
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.layers import MIN_WEIGHTS
 from .._analysis.memory import PerName
-from .._analysis.movement import Movement, Update, any_parameter, small_squares
-from .._analysis.progress import Progress
+from .._analysis.movement import Movement, Progress, Update, any_parameter, small_squares
 from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, worst_first
-from .._analysis.layers import MIN_WEIGHTS, modules_of
+from .._analysis.layers import MIN_WEIGHTS, DepthTrend, depth_trends, modules_of
 from .._analysis.memory import PerName, Streaks
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys

@@ -1,4 +1,4 @@
-"""Rules for updates that do not reach the parameters, or that use wrong gradients or a wrong learning rate."""
+"""Rules for updates that do not reach the parameters, or use wrong gradients, clipping or a wrong learning rate."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from .._analysis.movement import Movement, Update, any_parameter
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-from ._base import Alert, Bounds, PerKindRule, ShippedRule, finding, values_of
+from ._base import FROM_1, Alert, Bounds, PerKindRule, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
 
@@ -27,24 +27,20 @@ class NotInOptimizer(ShippedRule):
     is_for_rare_samples: ClassVar[bool] = True
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        found = {
-            key.removeprefix(keys.WIRING_UNOWNED): values
-            for key, values in snapshot.metrics.items()
-            if key.startswith(keys.WIRING_UNOWNED)
-        }
-        for sample, step in enumerate(snapshot.steps.tolist()):
-            names = [name for name, values in found.items() if values[sample] > 0]
-            if names:
+        cause = "no optimizer owns them: they were added or replaced after the optimizer was built"
+        remedy = (
+            "build the optimizer after the model is complete, or pass new parameters to add_param_group(); call "
+            "requires_grad_(False) on parameters that are not to be trained"
+        )
+        begin = keys.WIRING_UNOWNED
+        found = {key.removeprefix(begin): of_key for key, of_key in snapshot.metrics.items() if key.startswith(begin)}
+        for sample in snapshot.overview:
+            if names := [name for name, values_S in found.items() if values_S[sample.place] > 0]:
                 fact = (
-                    f"Step {step}: {len(names)} of the trainable parameters have a gradient, but no optimizer holds "
-                    f"them, and no other code has changed them: {listing(names)}."
+                    f"Step {sample.step}: {len(names)} of the trainable parameters have a gradient, but no optimizer "
+                    f"holds them, and no other code has changed them: {listing(names)}."
                 )
-                cause = "no optimizer owns them: they were added or replaced after the optimizer was built"
-                remedy = (
-                    "build the optimizer after the model is complete, or pass new parameters to add_param_group(); "
-                    "call requires_grad_(False) on parameters that are not to be trained"
-                )
-                yield finding(self.title, fact, "", cause, remedy, step, "WARN")
+                yield finding(self.title, fact, "", cause, remedy, sample.step)
 
 
 @dataclass(kw_only=True)
@@ -55,16 +51,15 @@ class GradientsNotReset(ShippedRule):
     is_for_rare_samples: ClassVar[bool] = True
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        cause = "zero_grad() is missing: the gradients are added up over the steps"
+        remedy = "call optimizer.zero_grad() once per update, before backward() or after step()"
         for sample, carried in zip(snapshot.overview, values_of(snapshot, keys.WIRING_CARRIED), strict=True):
-            if not carried > 0:
-                continue
-            fact = (
-                f"Step {sample.step}: the gradients of the step before were neither None nor 0 when this step's "
-                "backward added to them; every update uses the sum over all steps since they were reset."
-            )
-            cause = "zero_grad() is missing: the gradients are added up over the steps"
-            remedy = "call optimizer.zero_grad() once per update, before backward() or after step()"
-            yield finding(self.title, fact, "", cause, remedy, sample.step, "ERROR")
+            if carried > 0:
+                fact = (
+                    f"Step {sample.step}: the gradients of the step before were neither None nor 0 when this step's "
+                    "backward added to them; every update uses the sum over all steps since they were reset."
+                )
+                yield finding(self.title, fact, "", cause, remedy, sample.step, "ERROR")
 
 
 @dataclass(kw_only=True)
@@ -75,13 +70,64 @@ class NegativeLearningRate(ShippedRule):
     is_for_rare_samples: ClassVar[bool] = True
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        cause = "the schedule goes below 0 instead of ending there"
+        remedy = "end the schedule at 0, or give it as many steps as the training has"
         for sample, rate in zip(snapshot.overview, values_of(snapshot, keys.LEARNING_RATE), strict=True):
-            if not rate < 0:
-                continue
-            fact = f"Step {sample.step}: the learning rate is {number(rate)}: this update increases the loss."
-            cause = "the schedule goes below 0 instead of ending there"
-            remedy = "end the schedule at 0, or give it as many steps as the training has"
-            yield finding(self.title, fact, "", cause, remedy, sample.step, "ERROR")
+            if rate < 0:
+                fact = f"Step {sample.step}: the learning rate is {number(rate)}: this update increases the loss."
+                yield finding(self.title, fact, "", cause, remedy, sample.step, "ERROR")
+
+
+@dataclass(kw_only=True)
+class TightClipping(PerKindRule):
+    """Raises the alert "Clipping too tight" if every gradient is clipped to a tiny part of its norm.
+
+    Args:
+        max_factor: limit of the norm before clipping / norm after it. Healthy: at most 99; faults: from 2,300.
+        patience: number of samples in a row that raises the alert; fewer may be an explosion that clipping holds back.
+        first_patience: the same number where nothing can have exploded: from the first sample of a run on, or for norms
+            that are no larger than earlier ones that were clipped less.
+    """
+
+    max_factor: float = 1000.0
+    patience: int = 20
+    first_patience: int = 3
+    _num_tight: int = field(default=0, init=False)
+    _num_certain: int = field(default=0, init=False)  # those in a row that are no explosion
+    _largest: float = field(default=0.0, init=False)  # the largest norm that was not clipped too tightly
+
+    title: ClassVar[str] = "Clipping too tight"
+    bounds: ClassVar[Bounds] = {"max_factor": FROM_1, "patience": FROM_1, "first_patience": FROM_1}
+
+    def check_sample(self, snapshot: Snapshot, sample: Overview, value: float, /) -> Iterable[Alert]:
+        if not (sample.norm > 0 and sample.clipped_norm > 0):
+            return
+        factor = sample.norm / sample.clipped_norm
+        self._num_tight = self._num_tight + 1 if factor > self.max_factor else 0
+        if not self._num_tight:
+            self._largest = max(self._largest, sample.norm)
+        # A norm has not exploded if it is no larger than one that was clipped less, or if the run began with it.
+        has_exploded = 0 < self._largest < sample.norm
+        self._num_certain = self._num_certain + 1 if self._num_tight and not has_exploded else 0
+        if self._num_certain >= self.first_patience or self._num_tight >= self.patience:
+            yield self._alert(snapshot, sample, factor)
+
+    def _alert(self, snapshot: Snapshot, sample: Overview, factor: float) -> Alert:
+        fact = (
+            f"Step {sample.step}: {self._num_tight} gradients in a row were clipped to less than a "
+            f"{number(self.max_factor)}th of their norm, this one by a factor of {number(factor)}."
+        )
+        cause = "the clipping is far too tight"
+        remedy = "raise max_norm to about the usual norm; with a GradScaler call unscale_(optimizer) before clipping"
+        if snapshot.loss_scale[sample.place] > self.max_factor:
+            cause = "not clear: either unscale_() is missing before clip_grad_norm_, or the clipping is far too tight"
+        elif sample.norm > _LARGE_GRADIENT * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]):
+            cause = (
+                f"not clear: either {cause}, or a large scale of the inputs, targets or loss: the gradient before "
+                "clipping is far larger than the parameters; the size of the loss tells them apart"
+            )
+            remedy = f"normalise the inputs and the targets, take the mean in the loss; otherwise {remedy}"
+        return finding(self.title, fact, "", cause, remedy, sample.step)
 
 
 @dataclass(kw_only=True)
@@ -137,10 +183,9 @@ class UnchangedParameters(PerKindRule):
         norm = 0.0 if sample.has_nonfinite else sample.norm  # NaN restarts the count; other rules report it
         self._largest = max(self._largest, norm)
         converged = max(_CONVERGED * self._largest, _NEGLIGIBLE * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]))
-        has_changed = update.total_before < update.total_after or update.total_after < update.total_before
-        same = not has_changed  # usually False
-        if same:  # parameters that are missing in either sample are neither equal nor different
-            now_P, before_P = update.after, update.before
+        now_P, before_P = update.after, update.before
+        same = not (update.total_before < update.total_after or update.total_after < update.total_before)
+        if same:  # rarely; parameters that are missing in either sample are neither equal nor different
             same = not ((now_P < before_P) | (before_P < now_P)).any() and bool(now_P[now_P == before_P].any())
         self._num_unchanged = self._num_unchanged + 1 if same and norm > converged else 0
         if not self._num_unchanged:
@@ -255,13 +300,9 @@ class UnchangedParameters(PerKindRule):
 def _is_nothing(rate: float, norm: float, sample: Overview, update: Update, *, is_first: bool) -> bool:
     """Whether no update at this learning rate can change the parameters by anything that matters.
 
-    An update is at most the rate in each element (Adam). From the first step on, there are two smaller limits: plain
-    descent moves no parameter by more than the rate times its gradient; and an element in bfloat16 does not change by
-    less than 2^-9 of itself.
-
-    Args:
-        is_first: whether something has changed, and no rate so far was larger, or could change what matters: this is
-            no warm-up, and no end of a schedule.
+    An update is at most the rate in each element (Adam). From the first step on (`is_first`: something has changed, and
+    no rate was larger or could change what matters), there are two smaller limits: plain descent moves no parameter by
+    more than the rate times its gradient; and an element in bfloat16 does not change by less than 2^-9 of itself.
     """
     weights = math.sqrt(sample.sums[Column.PARAM_SUM_SQ])
     longest = rate * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
@@ -280,6 +321,7 @@ def _is_nothing(rate: float, norm: float, sample: Overview, update: Update, *, i
     return is_still and bool(are_half_precision(sample.rows, lost_bits=16).all())
 
 
+_LARGE_GRADIENT: Final = 10.0  # multiple of the parameters' norm; ordinary inputs and losses make smaller gradients
 _LEAST_SAMPLES: Final = 3
 _LONG: Final = 0.1  # share of the steps so far
 _NOTHING: Final = 1e-6  # share of the parameters' norm: a hundred thousand such updates move them by a tenth at most
