@@ -78,10 +78,10 @@ def module_norms(snapshot: Snapshot) -> FloatArray:
 def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
     """Each module's share of dead units, from each parameter's share of dead elements: [S, L]; NaN where missing.
 
-    The weights and the bias of a dead unit are all dead, so the smallest share among a module's parameters bounds the
-    share of dead units. Other zeros are healthy: rows of an embedding for unused tokens, columns for inputs that are
-    always 0, a bias that a batch norm cancels. A module without a bias could be an embedding, and counts only if it is
-    completely dead. A module with only a bias (its weight may be parametrized) counts as not dead.
+    The weights and the bias of a dead unit are all dead, so the smallest share among a module's parameters counts.
+    Other zeros are healthy: columns for inputs that are always 0, a bias that a batch norm cancels, an embedding's rows
+    for unused tokens. A module without a bias could be an embedding, and counts only if it is completely dead; one with
+    only a bias (its weight may be parametrized) does not count.
     """
     modules = modules_of(names)
     least_SL = np.fmin.reduceat(dead_SP[:, modules.order], modules.starts, axis=1)
@@ -114,8 +114,7 @@ def weights_beside_biases(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]
 def initial_gains(snapshot: Snapshot, sample: int) -> dict[str, float]:
     """Each layer's RMS weight times sqrt(fan-in) in a sample, by the weight's name: about 1 preserves a signal's size.
 
-    The fan-in is the size of the weight divided by the size of the bias. Layers without a bias are left out, as are
-    normalisation layers, whose weight and bias have the same size.
+    The fan-in is the weight's size / the bias's. Layers without a bias are left out, and normalisations (fan-in 1).
     """
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
     return {
@@ -128,8 +127,7 @@ def initial_gains(snapshot: Snapshot, sample: int) -> dict[str, float]:
 def cancelled_biases(names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:
     """Biases without a gradient in layers whose other parameters have one: [P].
 
-    Such a layer is neither frozen nor detached: a loss of a derivative of the output, or of differences of outputs,
-    does not depend on the last bias.
+    Such a layer is not frozen: a loss of a derivative or of differences of outputs does not depend on the last bias.
     """
     modules = modules_of(names)
     has_one_L = np.isin(np.arange(len(modules.names)), modules.of_parameter[~missing_P])
@@ -139,10 +137,9 @@ def cancelled_biases(names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:
 def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
     """The name of the first layer's weight, and the approximate root mean square of its inputs; None if unknown.
 
-    A weight's gradient is the bias's gradient times the input, summed over the batch. The ratio of their norms divided
-    by sqrt(fan-in) is the size of the inputs: exact for equal inputs, otherwise an estimate of the order of magnitude.
-    With a normalisation after the layer, the bias's gradient is only rounding, and the result is None. In half
-    precision, rounding is not much smaller than gradients: a large result counts only if no normalisation fits.
+    A weight's gradient is the bias's gradient times the input, summed over the batch: the ratio of their norms divided
+    by sqrt(fan-in) is the size of the inputs, exactly for equal ones. With a normalisation after the layer, the bias's
+    gradient is only rounding, and the result is None; in half precision, a large result counts only if none fits.
     """
     size_P, norm_P = snapshot.num_elements[sample], snapshot.grad_norm[sample]
     modules = modules_of(snapshot.names)
@@ -178,6 +175,11 @@ def feed_nothing(dead_L: BoolArray, empty_L: BoolArray, present_L: BoolArray) ->
     return found_L
 
 
+def leading(are_so_N: BoolArray) -> int:
+    """Return how many of the first are so, up to one that is not; 0 if all are."""
+    return 0 if are_so_N.all() else int(np.argmin(are_so_N))
+
+
 def num_units(snapshot: Snapshot, sample: int) -> FloatArray:
     """Return each module's number of units, the size of its smallest parameter, as a bias has one per unit: [L]."""
     modules = modules_of(snapshot.names)
@@ -195,8 +197,7 @@ def _chains_of(names_L: tuple[str, ...]) -> tuple[list[npt.NDArray[np.intp]], Fl
     """The indices of the modules of each branch with at least four modules, N arrays; and the weights with which the
     logarithms of the modules' sums of squares add up to each chain's log factor: [L, N].
 
-    `actor.0, actor.2, ...` and `critic.0, critic.2, ...` are two branches, as are two models: a trend over both would
-    compare layers that are not connected.
+    `actor.0, actor.2, ...` and `critic.0, critic.2, ...` are two branches, whose layers are not connected.
     """
     branches: dict[str, list[int]] = {}
     for place, name in enumerate(names_L):

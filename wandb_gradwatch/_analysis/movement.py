@@ -69,13 +69,13 @@ class Movement(Remembers):
             after_P = after_SP[sample.place]
             updates.append(Update(before_P, after_P, self._total, sample.weights_sq, sample.step - self._step))
             before_P, self._total, self._step = after_P, sample.weights_sq, sample.step
-        self._sum_sq.replace(snapshot.names, before_P)
+        self._sum_sq.values_P = before_P
         return updates
 
     def is_beyond(self, limit: float, update: Update, sample: Overview) -> bool:
         """Whether the parameters' norm changed by more than the share `limit` per step before this sample.
 
-        Only parameters in both samples are compared. False if there are none; True if elements became non-finite.
+        Of parameters in both samples: False if there are none. True if elements became non-finite.
         """
         before_P, after_P, before, after, num_steps = update
         num_broken = sample.sums[Column.PARAM_NUM_NONFINITE]

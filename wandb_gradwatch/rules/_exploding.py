@@ -137,9 +137,8 @@ class _Past(Remembers):
             self.record = max(self.norms)
         self.record = max(self.record - _DECAY, log_norm)
 
-    def passed(self) -> None:
-        """End a spike that has fallen back. The record at most doubles; otherwise one spike would hide the next."""
-        self.survive(min(self.largest_above, self.record + math.log(2)))
+    def end_row(self) -> None:
+        """End the row of norms above the limit."""
         self.num_above, self.largest_above = 0, -math.inf
 
 
@@ -206,7 +205,7 @@ class ExplodingGradient(ShippedRule):
             moved = past.movement.is_beyond(_MOVED, update, sample) and not past.progress.has_fallen()
             found = self._broken(past) if sample.has_nonfinite else self._judge(sample, past, moved)
             if found is not None:
-                yield self._alert(snapshot, sample.place, found)
+                yield self._alert(snapshot, sample, found)
             elif not sample.has_nonfinite:
                 if len(self._unlearnt) == _WINDOW:
                     self._work_out()
@@ -275,11 +274,10 @@ class ExplodingGradient(ShippedRule):
         past.num_above += 1
         grows = log_norm > past.largest_above + math.log(_GROWS)  # norms that stay may scatter as much
         past.largest_above = max(past.largest_above, log_norm)
-        words, factor = self._words(norm, past, limit, small), bounded_exp(past.largest_above - past.record)
-        now = bounded_exp(log_norm - past.record)
-        moved = moved and not past.was_moving
+        factor, now = (bounded_exp(one - past.record) for one in (past.largest_above, log_norm))
+        words, moved = _above(norm, past, limit, small), moved and not past.was_moving
         if past.num_above >= self.adapt_after:
-            past.num_above, past.largest_above = 0, -math.inf
+            past.end_row()
             past.survive(log_norm)
         elif past.num_above > 1 and (moved or (factor > _CLEARLY and grows)):
             return _Found("grows", "ERROR", past.began, f"{words}; it has not fallen back since step {past.began}")
@@ -307,7 +305,9 @@ class ExplodingGradient(ShippedRule):
                 found = _Found("passed, moved", "ERROR", past.began, words)
             elif not moved and _WORTH_A_WORD < factor <= _AT_ONCE:  # above that it was reported at once
                 found = _Found("passed", "INFO", past.began, f"{words}; the parameters have hardly moved")
-            past.passed()
+            # The record at most doubles; otherwise one spike would hide the next.
+            past.survive(min(past.largest_above, past.record + math.log(2)))
+            past.end_row()
         past.survive(log_norm)
         return found
 
@@ -316,17 +316,8 @@ class ExplodingGradient(ShippedRule):
         if not past.num_above:
             return None
         words = f"the gradient norm was {number(bounded_exp(past.largest_above))}, and the next gradient is not finite"
-        past.num_above, past.largest_above = 0, -math.inf
+        past.end_row()
         return _Found("broken", "ERROR", past.began, words)
-
-    def _words(self, norm: float, past: _Past, limit: float, small: float) -> str:
-        log_usual = statistics.median(past.norms[:-1])
-        usual, less = bounded_exp(log_usual), " or less" if log_usual <= small else ""
-        return (
-            f"the gradient norm is {number(norm)}, {number(norm / usual)} times the usual {number(usual)}{less} and "
-            f"{number(norm / bounded_exp(past.record))} times the largest that the run has survived (threshold "
-            f"{number(bounded_exp(limit))})"
-        )
 
     def _work_out(self) -> None:
         """Add the norms that wait to the moving averages of the layers, which only alerts need."""
@@ -343,10 +334,9 @@ class ExplodingGradient(ShippedRule):
                 usual_P += _USUAL_WEIGHT * (log_P - usual_P)
         self._unlearnt.clear()
 
-    def _alert(self, snapshot: Snapshot, sample: int, found: _Found) -> Alert:
-        at = found.step if found.kind in _PAST else int(snapshot.steps[sample])
+    def _alert(self, snapshot: Snapshot, sample: Overview, found: _Found) -> Alert:
         self._work_out()
-        norm_P, usual_P = snapshot.grad_norm[sample], np.exp(self._usual.of(snapshot.names))
+        norm_P, usual_P = snapshot.grad_norm[sample.place], np.exp(self._usual.of(snapshot.names))
         present = np.flatnonzero(norm_P > 0)
         worst = worst_first(norm_P / usual_P if np.isfinite(usual_P[present]).all() else norm_P, present)
         layers = listing(
@@ -356,12 +346,22 @@ class ExplodingGradient(ShippedRule):
                 + (f" (usually {number(usual_P[p])})" if np.isfinite(usual_P[p]) else "")
             ),
         )
-        fact = f"Step {at}: {found.words}."
+        fact = f"Step {found.step if found.kind in _PAST else sample.step}: {found.words}."
         cause, remedy = _CAUSES[found.kind]
-        remedy = remedy.format(clip=clip_advice(clips=snapshot.clipped[sample] == 1))
+        remedy = remedy.format(clip=clip_advice(clips=snapshot.clipped[sample.place] == 1))
         told = finding(self.title, fact, layers, cause, remedy, found.step, found.level)
-        seen = at if found.kind in ("stays", "moved") else 0
-        return replace(told, kind=found.kind, found_in=int(snapshot.steps[sample]), seen=seen)
+        seen = sample.step if found.kind in ("stays", "moved") else 0
+        return replace(told, kind=found.kind, found_in=sample.step, seen=seen)
+
+
+def _above(norm: float, past: _Past, limit: float, small: float) -> str:
+    log_usual = statistics.median(past.norms[:-1])
+    usual, less = bounded_exp(log_usual), " or less" if log_usual <= small else ""
+    return (
+        f"the gradient norm is {number(norm)}, {number(norm / usual)} times the usual {number(usual)}{less} and "
+        f"{number(norm / bounded_exp(past.record))} times the largest that the run has survived (threshold "
+        f"{number(bounded_exp(limit))})"
+    )
 
 
 def _scatter(log_norms: list[float]) -> float:

@@ -21,6 +21,7 @@ from ._base import FIRST_STEPS, FROM_0, MIN_ELEMENTS, Alert, Bounds, PerKindRule
 _NORMALISATION: Final = re.compile(r"norm|ln|bn", re.IGNORECASE)
 _EXACT: Final = 1e-12  # relative error of a float64 sum of equal numbers
 _MIN_UNITS: Final = 4  # this many equal gradients are not equal by chance
+_EQUAL: Final = "a constant initialisation: equal weights"
 
 
 @dataclass(kw_only=True)
@@ -62,8 +63,13 @@ class PoorInitialisation(PerKindRule):
         if self._is_over or not sample.norm > 0 or sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
             return
         self._is_over = True
-        if not _was_trained(snapshot, sample.place) and (found := self._look_at(snapshot, sample.place)) is not None:
-            yield self._alert(sample.step, *found)
+        found = None if _was_trained(snapshot, sample.place) else self._look_at(snapshot, sample.place)
+        if found is not None:
+            fact, cause = f"Step {sample.step}: {found[0]}.", found[1]
+            remedy = (
+                "initialise weights with kaiming_normal_ or xavier_uniform_ and the activation's gain, biases near 0"
+            )
+            yield finding(self.title, fact, "", cause, remedy, sample.step)
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
         """Return what is wrong with the initial weights, and the cause; None if nothing is."""
@@ -76,8 +82,8 @@ class PoorInitialisation(PerKindRule):
         large += [f"{name} {number(rms)}" for name, rms, size in zip(snapshot.names, rms_P, size_P, strict=True)
                   if rms > self.max_rms and name not in gains and size >= MIN_WEIGHTS and "weight" in name]  # fmt: skip
         if large:
-            words = f"weights are far larger than the size that preserves a signal (1/sqrt(fan-in)): {listing(large)}"
-            return words, "poor initialisation: too large"
+            words = "weights are far larger than the size that preserves a signal (1/sqrt(fan-in))"
+            return f"{words}: {listing(large)}", "poor initialisation: too large"
         # With a bias far from 0, a unit or a gate is on or off for any input. The last bias may be the targets' mean.
         far = np.flatnonzero(rms_P[:-1] > self.max_bias).tolist()
         shifted = [f"{snapshot.names[p]} {number(rms_P[p])}" for p in far
@@ -88,24 +94,18 @@ class PoorInitialisation(PerKindRule):
         # Weights of 0 in blocks that begin as the identity have a gradient; in a network of zeros most have none.
         without_gradient = {snapshot.names[p] for p in np.flatnonzero(snapshot.grad_norm[sample] == 0)}
         if constant or (len(all_gains) > 1 and not gains and not without_gradient.isdisjoint(all_gains)):
-            names = listing(constant or list(all_gains))
-            words = f"all elements of a weight are equal, and so are all units of its layer: {names}"
-            return words, "a constant initialisation: equal weights"
+            words = "all elements of a weight are equal, and so are all units of its layer"
+            return f"{words}: {listing(constant or list(all_gains))}", _EQUAL
         if gains and float(np.median(list(gains.values()))) < self.min_gain:
-            all_of_them = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
-            words = f"the weights are far smaller than the size that preserves a signal: {all_of_them}"
+            small = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
+            words = f"the weights are far smaller than the size that preserves a signal: {small}"
             return words, "poor initialisation: too small"
         equal_P = (snapshot.grad_min[sample] == snapshot.grad_max[sample]) & (snapshot.grad_max[sample] != 0)
         equal_P &= (size_P >= _MIN_UNITS) & (rms_P >= 0)
         equal = [name for name, same in zip(snapshot.names, equal_P, strict=True) if same and "bias" in name]
         if equal:
-            words = f"all units of a layer have equal gradients and can never become different: {listing(equal)}"
-            return words, "a constant initialisation: equal weights"
+            return f"all units of a layer have equal gradients and can never become different: {listing(equal)}", _EQUAL
         return None
-
-    def _alert(self, step: int, fact: str, cause: str) -> Alert:
-        remedy = "initialise weights with kaiming_normal_ or xavier_uniform_ and the activation's gain, biases near 0"
-        return finding(self.title, f"Step {step}: {fact}.", "", cause, remedy, step, "WARN")
 
 
 @dataclass(kw_only=True)
@@ -127,20 +127,18 @@ class LargeInputs(ShippedRule):
         for sample in snapshot.overview:
             if sample.step > FIRST_STEPS or not sample.norm > 0:
                 continue
-            found = input_scale(snapshot, sample.place)
-            if found is not None and found[1] > self.max_scale:
-                self._num_large += 1
-                if self._num_large == 2:
-                    yield self._alert(sample.step, *found)
-
-    def _alert(self, step: int, name: str, scale: float) -> Alert:
-        fact = (
-            f"Step {step}: judging by the gradients of {name} and its bias, the inputs of this layer have a root mean "
-            f"square of about {number(scale)} (threshold {number(self.max_scale)})."
-        )
-        cause = "a large scale of the inputs: they are not normalised"
-        remedy = "normalise the inputs to mean 0 and standard deviation 1, for example divide bytes of images by 255"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+            name, scale = input_scale(snapshot, sample.place) or ("", 0.0)
+            self._num_large += scale > self.max_scale
+            if scale > self.max_scale and self._num_large == 2:
+                fact = (
+                    f"Step {sample.step}: judging by the gradients of {name} and its bias, the inputs of this layer "
+                    f"have a root mean square of about {number(scale)} (threshold {number(self.max_scale)})."
+                )
+                cause = "a large scale of the inputs: they are not normalised"
+                remedy = (
+                    "normalise the inputs to mean 0 and standard deviation 1, for example divide bytes of images by 255"
+                )
+                yield finding(self.title, fact, "", cause, remedy, sample.step)
 
 
 def _was_trained(snapshot: Snapshot, sample: int) -> bool:

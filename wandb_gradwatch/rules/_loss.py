@@ -116,7 +116,7 @@ class LossSpike(ShippedRule):
                     past.began = sample.step
                 past.above.append(loss)
                 if len(past.above) >= self.stays:
-                    yield replace(self._alert(past, past.began, max(past.above), limit), found_in=sample.step)
+                    yield replace(self._alert(past, limit), found_in=sample.step)
                 if len(past.above) < self.adapt_after:
                     continue
             past.losses += past.above or [loss]
@@ -175,10 +175,11 @@ class LossSpike(ShippedRule):
             )
             yield finding(self.negative, fact, "", *UNBOUNDED, step, "WARN")
 
-    def _alert(self, past: _Past, step: int, loss: float, limit: float) -> Finding:
+    def _alert(self, past: _Past, limit: float) -> Finding:
         fact = (
-            f"Step {step}: the loss has risen to {number(loss)} and stays there; the {len(past.losses)} losses before "
-            f"were between {number(min(past.losses))} and {number(max(past.losses))} (threshold {number(limit)})."
+            f"Step {past.began}: the loss has risen to {number(max(past.above))} and stays there; the "
+            f"{len(past.losses)} losses before were between {number(min(past.losses))} and {number(max(past.losses))} "
+            f"(threshold {number(limit)})."
         )
         cause = (
             "not clear: either a learning rate that is too high, or the data has changed; whether the learning rate "
@@ -187,7 +188,7 @@ class LossSpike(ShippedRule):
         remedy = "look at what changed in the data at this step; lower the learning rate, and clip the gradients"
         half = len(past.above) // 2
         is_falling = half > 0 and sum(past.above[-half:]) < sum(past.above[:half])
-        return finding(self.title, fact, "", cause, remedy, step, "INFO" if is_falling else "WARN")
+        return finding(self.title, fact, "", cause, remedy, past.began, "INFO" if is_falling else "WARN")
 
 
 def _median_and_deviation(losses: list[float]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import listing, worst_first
-from .._analysis.layers import cancelled_biases
+from .._analysis.layers import cancelled_biases, leading
 from .._analysis.memory import ALIKE, PerName, Streaks
 from .._measure.columns import BoolArray, FloatArray
 from ..snapshot import Snapshot, keys
@@ -27,10 +27,9 @@ def _cut_off(never_P: BoolArray, missing_P: BoolArray, trainable_P: BoolArray) -
 
     An idle expert or an unused head is not cut off: it comes after parameters that do get a gradient.
     """
-    never = never_P[trainable_P]
-    num = int(np.argmin(never)) if not never.all() else 0
+    num = leading(never_P[trainable_P])
     is_cut = bool(num) and not missing_P[trainable_P][num:].any()
-    return never_P & trainable_P if is_cut else np.zeros_like(never_P)
+    return never_P & trainable_P & is_cut
 
 
 @dataclass(kw_only=True)
@@ -137,7 +136,7 @@ class NoGradient(ShippedRule):
                 "from the start), or a constant loss; whether the outputs change with the inputs tells them apart"
             )
         remedy = "check what the last layer's output passes through, and the loss; in float16 use a GradScaler"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+        return finding(self.title, fact, "", cause, remedy, step)
 
     def _missing_alert(
         self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]

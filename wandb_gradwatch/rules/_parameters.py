@@ -43,7 +43,6 @@ JUMP: Final = (  # the cause and the remedy of weights that have leapt
     "rate of the step before tell them apart",
     "check the learning rate's schedule, the batch before, and other code that writes to parameters",
 )
-_DECAY: Final = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
 
 
 @dataclass(kw_only=True)
@@ -120,7 +119,7 @@ class FastParameters(PerKindRule):
             self._left_sq = 0.0
             return
         if np.maximum.reduce(self._recent[-1]) > _NOTICED:
-            yield from self._growing(snapshot, sample.place, update.num_steps)
+            yield from self._growing(snapshot, sample, update.num_steps)
         left, shrinking = self._left(snapshot, sample.place), np.zeros(0, dtype=np.intp)
         if np.minimum.reduce(self._recent[-1]) < math.log1p(-_SHRINKS):
             last = np.array(list(self._recent)[-_SHRINK_SAMPLES:])[:, :-1]
@@ -131,7 +130,7 @@ class FastParameters(PerKindRule):
                 shrinks_P &= last.sum(axis=0) < -_AT_ONCE
             shrinking = np.flatnonzero(shrinks_P)
         if left < self.min_left or shrinking.size:
-            yield self._shrinking(snapshot, sample.place, left, shrinking)
+            yield self._shrinking(sample.step, left, shrinking)
 
     def _is_ordinary(self, snapshot: Snapshot, sample: Overview, update: Update) -> bool:
         """Whether this update, which moves no weight far, is too small for a finding, the usual case."""
@@ -172,14 +171,14 @@ class FastParameters(PerKindRule):
         self._work_out()
         return super().state_dict()
 
-    def _growing(self, snapshot: Snapshot, sample: int, num_steps: int) -> Iterable[Alert]:
+    def _growing(self, snapshot: Snapshot, sample: Overview, num_steps: int) -> Iterable[Alert]:
         """Yield the alert of weights that have grown too fast, if there are any; the last change took `num_steps`."""
-        step, recent = int(snapshot.steps[sample]), np.sort(list(self._recent), axis=0)
+        step, recent = sample.step, np.sort(list(self._recent), axis=0)
         rate = self.max_first_growth if step <= _EARLY else self.max_growth
         last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
         product_P, since_P, most = recent[:-1].sum(axis=0), num_steps * self._recent[-1], math.log(self.max_factor)
         most_since = most if num_steps == 1 else 2 * most
-        cause, remedy = _CAUSE, _REMEDY + clip_advice(clips=snapshot.clipped[sample] == 1)
+        cause, remedy = _CAUSE, _REMEDY + clip_advice(clips=snapshot.clipped[sample.place] == 1)
         level: Level = "ERROR"
         is_learning = self._progress.has_fallen()
         if len(recent) > 1 and not is_learning and last_P.max() > math.log1p(rate):
@@ -218,8 +217,8 @@ class FastParameters(PerKindRule):
         whole = float(np.linalg.norm(largest_P[here_P]))
         return float(np.linalg.norm(norm_P[here_P])) / whole if whole > 0 else 1.0
 
-    def _shrinking(self, snapshot: Snapshot, sample: int, left: float, shrinking: npt.NDArray[np.intp]) -> Alert:
-        step, cause = int(snapshot.steps[sample]), _DECAY
+    def _shrinking(self, step: int, left: float, shrinking: npt.NDArray[np.intp]) -> Alert:
+        cause = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
         fact = (
             f"Step {step}: {number(100 * left)} % of the parameters' first norm is left (threshold "
             f"{number(100 * self.min_left)} %)."
@@ -239,7 +238,7 @@ class FastParameters(PerKindRule):
             lambda p: f"{self._names[p]} {number(-100 * math.expm1(-lost_P[p]))} % per step",
         )
         remedy = "divide the weight decay by 10; if it is decoupled (AdamW), its product with the learning rate counts"
-        return finding(self.shrinking, fact, layers, cause, remedy, step, "WARN")
+        return finding(self.shrinking, fact, layers, cause, remedy, step)
 
 
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: float) -> FloatArray | None:
