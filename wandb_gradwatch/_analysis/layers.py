@@ -65,7 +65,7 @@ def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> BoolArray:
     return are_half_P
 
 
-def module_norms(snapshot: Snapshot) -> FloatArray:
+def _module_norms(snapshot: Snapshot) -> FloatArray:
     """Each module's gradient norm: [S, L]; NaN where no gradient arrived."""
     modules = modules_of(snapshot.names)
     sum_sq_SP = snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order]
@@ -227,7 +227,6 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> list[DepthTrend | None]
 
     Parameters are merged into modules first, because bias and weight of a layer differ for reasons other than depth.
     """
-    trends: list[DepthTrend | None] = [None] * len(snapshot)
     modules = modules_of(snapshot.names)
     # Samples in which all gradients are there, and above 0
     whole = [sample.place for sample in snapshot.overview if sample.least_sum_sq > LEAST_SUM_SQ]
@@ -236,11 +235,11 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> list[DepthTrend | None]
     largest = np.maximum.reduce(log_factors_XN, axis=1, initial=-math.inf).tolist()
     limit = math.log(above) - _TOLERANCE
     are_flat = {place for place, log_factor in zip(whole, largest, strict=True) if log_factor < limit}
-    for sample in set(range(len(snapshot))) - are_flat:
-        trend = trend_of(modules.names, module_norms(snapshot)[sample])
-        if trend is not None and trend.factor > above:
-            trends[sample] = trend
-    return trends
+    if len(are_flat) == len(snapshot):  # the usual case
+        return [None] * len(snapshot)
+    norms_SL = enumerate(_module_norms(snapshot))
+    trends = [None if place in are_flat else trend_of(modules.names, norms_L) for place, norms_L in norms_SL]
+    return [trend if trend is not None and trend.factor > above else None for trend in trends]
 
 
 def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:

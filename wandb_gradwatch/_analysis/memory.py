@@ -26,11 +26,15 @@ class Remembers:
     """Saves an object's state as plain Python values; for a dataclass, all fields that are not arguments."""
 
     def state_dict(self) -> dict[str, Any]:
+        self._work_out()
         return {name: _plain(getattr(self, name)) for name in self._remembered()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         loaded = {name: _restored(getattr(self, name), state[name]) for name in self._remembered()}
         vars(self).update(loaded)
+
+    def _work_out(self) -> None:
+        """Add what waits to the rest of the state, if the object postpones work."""
 
     def _remembered(self) -> list[str]:
         return [field.name for field in fields(self) if not field.init] if is_dataclass(self) else list(vars(self))
@@ -149,9 +153,8 @@ class Streaks(Remembers):
         self._names = names
         return self.seen.of(names), self.before.of(names), self.row.of(names)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _work_out(self) -> None:
         self._settled(self._names)
-        return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -6,7 +6,7 @@ import operator
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -211,15 +211,8 @@ class ExplodingGradient(ShippedRule):
                     self._work_out()
                 self._unlearnt.append((snapshot.names, sample.rows[:, Column.GRAD_SUM_SQ]))
 
-    def state_dict(self) -> dict[str, Any]:
-        self._work_out()
-        return super().state_dict()
-
     def _log_limit(self, past: _Past, norms: list[float], gap: int, moved: bool) -> float:
-        """Return the log norm above which the newest norm is too large; a lower number if it is below that anyway.
-
-        `norms` are the newest norm and the earlier ones that are as far apart as the newest two, `gap` steps.
-        """
+        """Return the log norm above which the newest norm is too large; a lower number if it is below that anyway."""
         if self.record_factor is None or not past.num_survived:
             return math.inf
         # Ten steps in a row say little about the hundredth step after them.

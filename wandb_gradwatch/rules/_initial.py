@@ -142,10 +142,8 @@ class LargeInputs(ShippedRule):
 
 
 def _was_trained(snapshot: Snapshot, sample: int) -> bool:
-    """Whether half of the parameters are frozen, or a normalisation, by its name, no longer has its first values.
-
-    Its weights are all 1 or all 0 at first, and its bias is 0.
-    """
+    """Whether half of the parameters are frozen, or a normalisation no longer has its first values: weights that are
+    all 1 or all 0, a bias of 0."""
     if 2 * np.count_nonzero(snapshot.trainable) <= len(snapshot.names):
         return True
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
@@ -161,9 +159,8 @@ def _was_trained(snapshot: Snapshot, sample: int) -> bool:
 def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> list[str]:
     """Return the names of the weights whose elements all have the same absolute value, other than 0.
 
-    Their root mean square is exactly a float32 number. That of random weights is so at most once in 10,000 layers; that
-    of an identity, with gain 1, is so too, and is left out. So are weights of 1 / fan-in, which take an average on
-    purpose, as DLinear's do at first.
+    Their root mean square is exactly a float32 number; that of random weights is so at most once in 10,000 layers. An
+    identity, with gain 1, is left out, and weights of 1 / fan-in, which take an average on purpose, as DLinear's do.
     """
     found = []
     for name, gain in gains.items():

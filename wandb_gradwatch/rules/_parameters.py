@@ -167,10 +167,6 @@ class FastParameters(PerKindRule):
         self._recent.extend(change_P for change_P in changes if change_P is not None)
         self._ordinary.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        self._work_out()
-        return super().state_dict()
-
     def _growing(self, snapshot: Snapshot, sample: Overview, num_steps: int) -> Iterable[Alert]:
         """Yield the alert of weights that have grown too fast, if there are any; the last change took `num_steps`."""
         step, recent = sample.step, np.sort(list(self._recent), axis=0)
