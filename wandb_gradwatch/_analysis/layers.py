@@ -52,6 +52,12 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, order, starts_L)
 
 
+@lru_cache(maxsize=16)
+def are_weights(names: tuple[str, ...]) -> BoolArray:
+    """Which parameters are weights, by their names: [P]."""
+    return np.array(["bias" not in name for name in names])
+
+
 def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> BoolArray:
     """Which parameters are float16 or bfloat16: [P]. Neither type has the last 13 bits of a float32; bfloat16 lacks 16.
 
@@ -162,8 +168,8 @@ def is_held_up(snapshot: Snapshot, sample: int) -> bool:
 
     A weight of 0 without a gradient stays 0, and excuses nothing.
     """
-    is_weight_P = np.array(["bias" not in name for name in snapshot.names])
-    return bool(np.any(is_weight_P & (snapshot.param_norm[sample] == 0) & (snapshot.grad_norm[sample] > 0)))
+    is_zero_P = are_weights(snapshot.names) & (snapshot.param_norm[sample] == 0)
+    return bool(np.any(is_zero_P & (snapshot.grad_norm[sample] > 0)))
 
 
 def feed_nothing(dead_L: BoolArray, empty_L: BoolArray, present_L: BoolArray) -> BoolArray:

@@ -58,12 +58,10 @@ def _restored(now: Any, value: Any) -> Any:
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(value)
         return now
-    if isinstance(now, list | tuple | deque):
+    if isinstance(now, list | tuple | set | deque):
         items = [np.array(item, dtype=np.float64) if isinstance(item, list) else item for item in value]
         return deque(items, now.maxlen) if isinstance(now, deque) else type(now)(items)
-    if isinstance(now, dict):
-        return copy.deepcopy(dict(value))
-    return set(value) if isinstance(now, set) else value
+    return copy.deepcopy(value)
 
 
 class PerName:

@@ -107,6 +107,7 @@ class ShippedRule(Remembers):
     A limit out of bounds would raise an alert always or never, or an exception in the middle of a training.
     """
 
+    title: ClassVar[str]
     bounds: ClassVar[Bounds] = {}  # the smallest and the largest value of each limit
     may_be_none: ClassVar[frozenset[str]] = frozenset()  # the names of limits that None switches off
     is_for_rare_samples: ClassVar[bool] = False
@@ -118,6 +119,12 @@ class ShippedRule(Remembers):
             if not (is_number and least <= float(value) <= largest) and not (none and value is None):
                 span = f"at least {least:g}" if largest == math.inf else f"between {least:g} and {largest:g}"
                 raise ValueError(f"{type(self).__name__}({name}={value!r}): {name} must be a number, {span}{none}")
+
+    def _finding(
+        self, step: int, fact: str, cause: str, remedy: str, *, layers: str = "", level: Level = "WARN", title: str = ""
+    ) -> Finding:
+        """Return an alert at a step, which its text names first."""
+        return finding(title or self.title, f"Step {step}: {fact}", layers, cause, remedy, step, level)
 
 
 @dataclass(kw_only=True)

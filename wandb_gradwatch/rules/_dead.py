@@ -13,7 +13,7 @@ from .._analysis.memory import ALIKE, Streaks
 from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
-from ._base import FROM_1, SHARE, Alert, Bounds, PerKindRule, finding
+from ._base import FROM_1, SHARE, Alert, Bounds, PerKindRule
 
 # S samples, P watched parameters, L modules
 
@@ -183,7 +183,7 @@ class DeadGradient(PerKindRule):
         modules = modules_of(names)
         first = {int(place): name for name, place in zip(names[::-1], modules.of_parameter[::-1], strict=True)}
         fact = (
-            f"Step {step}: the same units of {len(dead)} of {len(modules.names)} layers, more than "
+            f"the same units of {len(dead)} of {len(modules.names)} layers, more than "
             f"{100 * self.max_ratio:.0f} % of each, have no gradient in sample after sample; of these layers "
             f"{first[dead[0]]} is nearest to the output."
         )
@@ -204,11 +204,11 @@ class DeadGradient(PerKindRule):
                 "not clear: either dead units in the first layer, which has no bias, or the data has changed: the "
                 "layers after the first one get their gradients; a look at the batch tells them apart"
             )
-        return finding(self.title, fact, layers, cause, remedy, step)
+        return self._finding(step, fact, cause, remedy, layers=layers)
 
     def _empty_alert(self, step: int, modules: tuple[str, ...], place: int, num: int, present_L: BoolArray) -> Alert:
         fact = (
-            f"Step {step}: for {num} samples the weights of {modules[place]} have had no gradient while its bias has "
+            f"for {num} samples the weights of {modules[place]} have had no gradient while its bias has "
             "one: every input of this layer is 0."
         )
         cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
@@ -219,7 +219,7 @@ class DeadGradient(PerKindRule):
                 "first, and its inputs are all 0; a look at the batch tells them apart"
             )
             remedy = "check the data, its loading and its normalisation, and masks and dropout on the inputs"
-        return finding(self.title, fact, "", cause, remedy, step)
+        return self._finding(step, fact, cause, remedy)
 
 
 def _from_the_start(snapshot: Snapshot, sample: int, dead_L: BoolArray) -> BoolArray:

@@ -18,7 +18,7 @@ from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
-from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, finding, values_of
+from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, values_of
 from ._parameters import JUMP
 
 # S samples, P watched parameters, N queued samples
@@ -339,12 +339,12 @@ class ExplodingGradient(ShippedRule):
                 + (f" (usually {number(usual_P[p])})" if np.isfinite(usual_P[p]) else "")
             ),
         )
-        fact = f"Step {found.step if found.kind in _PAST else sample.step}: {found.words}."
+        at = found.step if found.kind in _PAST else sample.step
         cause, remedy = _CAUSES[found.kind]
         remedy = remedy.format(clip=clip_advice(clips=snapshot.clipped[sample.place] == 1))
-        told = finding(self.title, fact, layers, cause, remedy, found.step, found.level)
+        told = self._finding(at, f"{found.words}.", cause, remedy, layers=layers, level=found.level)
         seen = sample.step if found.kind in ("stays", "moved") else 0
-        return replace(told, kind=found.kind, found_in=sample.step, seen=seen)
+        return replace(told, step=found.step, kind=found.kind, found_in=sample.step, seen=seen)
 
 
 def _above(norm: float, past: _Past, limit: float, small: float) -> str:

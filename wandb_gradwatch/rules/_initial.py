@@ -14,7 +14,7 @@ from .._measure.columns import Column
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
 from ..snapshot._shapes import select_samples
-from ._base import FIRST_STEPS, FROM_0, MIN_ELEMENTS, Alert, Bounds, PerKindRule, ShippedRule, finding
+from ._base import FIRST_STEPS, FROM_0, MIN_ELEMENTS, Alert, Bounds, PerKindRule, ShippedRule
 
 # S samples, P watched parameters
 
@@ -65,11 +65,11 @@ class PoorInitialisation(PerKindRule):
         self._is_over = True
         found = None if _was_trained(snapshot, sample.place) else self._look_at(snapshot, sample.place)
         if found is not None:
-            fact, cause = f"Step {sample.step}: {found[0]}.", found[1]
+            fact, cause = found
             remedy = (
                 "initialise weights with kaiming_normal_ or xavier_uniform_ and the activation's gain, biases near 0"
             )
-            yield finding(self.title, fact, "", cause, remedy, sample.step)
+            yield self._finding(sample.step, f"{fact}.", cause, remedy)
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
         """Return what is wrong with the initial weights, and the cause; None if nothing is."""
@@ -131,14 +131,14 @@ class LargeInputs(ShippedRule):
             self._num_large += scale > self.max_scale
             if scale > self.max_scale and self._num_large == 2:
                 fact = (
-                    f"Step {sample.step}: judging by the gradients of {name} and its bias, the inputs of this layer "
-                    f"have a root mean square of about {number(scale)} (threshold {number(self.max_scale)})."
+                    f"judging by the gradients of {name} and its bias, the inputs of this layer have a root mean "
+                    f"square of about {number(scale)} (threshold {number(self.max_scale)})."
                 )
                 cause = "a large scale of the inputs: they are not normalised"
                 remedy = (
                     "normalise the inputs to mean 0 and standard deviation 1, for example divide bytes of images by 255"
                 )
-                yield finding(self.title, fact, "", cause, remedy, sample.step)
+                yield self._finding(sample.step, fact, cause, remedy)
 
 
 def _was_trained(snapshot: Snapshot, sample: int) -> bool:

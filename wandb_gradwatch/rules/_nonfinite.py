@@ -11,7 +11,7 @@ from .._analysis.formatting import listing, number
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-from ._base import FROM_0, FROM_1, Alert, Bounds, ShippedRule, finding, values_of
+from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, values_of
 
 # S samples, P watched parameters
 
@@ -43,7 +43,6 @@ def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
 class _NonFiniteGradient(ShippedRule):
     """Base of the rules for NaN and Inf. They ignore samples that AMP skipped: LossScaleCollapse checks those."""
 
-    title: ClassVar[str]
     is_for_rare_samples: ClassVar[bool] = True
     what: ClassVar[str]
     counts: ClassVar[str]  # name of the snapshot's array with the number of such elements of each gradient
@@ -64,18 +63,19 @@ class _NonFiniteGradient(ShippedRule):
         layers = listing(backward, lambda p: f"{snapshot.names[p]} ({counts_P[p]:.0f} of {size_P[p]:.0f} elements)")
         rank = values_of(snapshot, keys.FIRST_NONFINITE_RANK)[sample.place]
         first, on_rank = ("", "") if math.isnan(rank) else (f", first on rank {rank:.0f}", f", on rank {rank:.0f}")
-        fact = f"Step {sample.step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters "
+        fact = f"{self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), which "
         if snapshot.arose_after_backward[sample.place]:
-            fact += f"(threshold: 0), which arose after the backward{first}: what the backward left was finite, what "
-            fact += "the optimizer received was not."
-            return finding(self.title, fact, layers, _CAUSE_AFTER, _REMEDY_AFTER, sample.step, "ERROR")
-        fact += f"(threshold: 0), which the backward reached first in {snapshot.names[backward[0]]}{on_rank}."
+            fact += f"arose after the backward{first}: what the backward left was finite, what the optimizer received "
+            fact += "was not."
+            return self._finding(sample.step, fact, _CAUSE_AFTER, _REMEDY_AFTER, layers=layers, level="ERROR")
+        fact += f"the backward reached first in {snapshot.names[backward[0]]}{on_rank}."
         if (output := _first_nonfinite_output(snapshot, sample.place)) is not None:
             fact += f" Before that, in the forward, the output of {output} was the first that was not finite."
         if sample.left_out:
             fact += " The training loop left this step out: the gradients were reset before an optimizer used them."
         cause, remedy = _broken_parameter(snapshot, sample.place) or (self.cause, self.remedy)
-        return finding(self.title, fact, layers, cause, remedy, sample.step, "WARN" if sample.left_out else "ERROR")
+        level: Level = "WARN" if sample.left_out else "ERROR"
+        return self._finding(sample.step, fact, cause, remedy, layers=layers, level=level)
 
 
 @dataclass(kw_only=True)
@@ -124,7 +124,7 @@ class NonFiniteLoss(ShippedRule):
             is_reported = sample.has_nonfinite or (sample.skipped and not sample.left_out)
             if not num > 0 or is_reported or _broken_parameter(snapshot, sample.place) is not None:
                 continue
-            fact = f"Step {sample.step}: the loss is NaN or infinite (threshold: 0)."
+            fact = "the loss is NaN or infinite (threshold: 0)."
             if (output := _first_nonfinite_output(snapshot, sample.place)) is not None:
                 fact += f" In the forward the output of {output} was the first that was not finite."
             if sample.left_out:
@@ -135,7 +135,7 @@ class NonFiniteLoss(ShippedRule):
                 "operation, tells them apart"
             )
             remedy = "look at the batch and the outputs of this step; add an epsilon to the operation that is found"
-            yield finding(self.title, fact, "", cause, remedy, sample.step, "WARN" if sample.left_out else "ERROR")
+            yield self._finding(sample.step, fact, cause, remedy, level="WARN" if sample.left_out else "ERROR")
 
 
 @dataclass(kw_only=True)
@@ -170,11 +170,11 @@ class LossScaleCollapse(ShippedRule):
                 yield self._alert(snapshot, sample, scale, stalled)
 
     def _alert(self, snapshot: Snapshot, sample: Overview, scale: float, stalled: bool) -> Alert:
-        fact = f"Step {sample.step}: the loss scale is {number(scale)}, below {number(self.min_scale)}."
+        fact = f"the loss scale is {number(scale)}, below {number(self.min_scale)}."
         if stalled:
             at_scale = "" if math.isnan(scale) else f", the loss scale is {number(scale)}"
             fact = (
-                f"Step {sample.step}: {self._num_in_a_row} updates in a row were skipped (threshold {self.patience})"
+                f"{self._num_in_a_row} updates in a row were skipped (threshold {self.patience})"
                 f"{at_scale}; the model is not learning."
             )
         num_P = snapshot.num_nonfinite[sample.place]
@@ -185,4 +185,4 @@ class LossScaleCollapse(ShippedRule):
         remedy = "look for NaN with autocast off, clip after unscale_(), lower the learning rate, or use bfloat16"
         cause, remedy = _broken_parameter(snapshot, sample.place) or (cause, remedy)
         # Only a stalled sample is an ERROR: AMP has not applied it, so a guard that skips it loses nothing.
-        return finding(self.title, fact, layers, cause, remedy, sample.step, "ERROR" if stalled else "WARN")
+        return self._finding(sample.step, fact, cause, remedy, layers=layers, level="ERROR" if stalled else "WARN")

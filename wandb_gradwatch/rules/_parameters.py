@@ -4,20 +4,19 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import clip_advice, listing, number, worst_first
-from .._analysis.layers import MIN_WEIGHTS
+from .._analysis.layers import MIN_WEIGHTS, are_weights
 from .._analysis.memory import PerName
 from .._analysis.movement import Movement, Progress, Update, any_parameter, small_squares
-from .._measure.columns import BoolArray, Column, FloatArray
+from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRule, finding, values_of
+from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRule, values_of
 
 # S samples, P watched parameters
 
@@ -92,7 +91,7 @@ class FastParameters(PerKindRule):
         large = [sample for sample in samples if not sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS]
         updates, losses = self._movement.see(snapshot, large), values_of(snapshot, self.metric)
         share_N1 = np.array([[2 * _NOTICED * update.num_steps] for update in updates])
-        are_P = _are_weights(snapshot.names)
+        are_P = are_weights(snapshot.names)  # a bias that jumps switches units off, which other rules find
         with np.errstate(invalid="ignore"):
             have_moved = any_parameter(lambda before, now: (np.abs(now - before) > share_N1 * before) & are_P, updates)
         updated = iter(zip(updates, have_moved, strict=True))
@@ -125,7 +124,7 @@ class FastParameters(PerKindRule):
             last = np.array(list(self._recent)[-_SHRINK_SAMPLES:])[:, :-1]
             shrinks_P = (last.max(axis=0) < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
             # A decay shrinks most weights. The loss may shrink single ones, but does not halve them so quickly.
-            num_weights = np.count_nonzero(_are_weights(snapshot.names) & (size_P >= MIN_WEIGHTS))
+            num_weights = np.count_nonzero(are_weights(snapshot.names) & (size_P >= MIN_WEIGHTS))
             if 2 * np.count_nonzero(shrinks_P) <= num_weights:
                 shrinks_P &= last.sum(axis=0) < -_AT_ONCE
             shrinking = np.flatnonzero(shrinks_P)
@@ -194,16 +193,16 @@ class FastParameters(PerKindRule):
         grown = worst_first(grown_P, np.flatnonzero(grown_P[:-1] > limit))
         norms, have = ("norm", "has") if len(grown) == 1 else ("norms", "have")
         what = f"the {norms} of {len(grown)} of {len(self._names)} parameters {have}"
-        fact = f"Step {step}: {what if grown else 'the norm of all parameters together has'} {words}."
+        fact = f"{what if grown else 'the norm of all parameters together has'} {words}."
         layers = listing(grown, lambda p: f"{self._names[p]} {number(math.exp(min(grown_P[p], 700.0)))} times")
-        yield finding(self.title, fact, layers, cause, remedy, step, level)
+        yield self._finding(step, fact, cause, remedy, layers=layers, level=level)
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
         """Return the share of the first norm that is left, of parameters that are present since the first sample."""
         largest_P = self._largest.of(snapshot.names)
         left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=largest_P > 0))
         if left_sq > 0 and snapshot.column_sums[sample, Column.PARAM_NUM_NONFINITE] == 0:  # usual: all present
-            whole_sq, are_known_P = float(largest_P @ largest_P), (largest_P > 0) & _are_weights(snapshot.names)
+            whole_sq, are_known_P = float(largest_P @ largest_P), (largest_P > 0) & are_weights(snapshot.names)
             self._left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=are_known_P)) / whole_sq
             return math.sqrt(left_sq / whole_sq)
         norm_P = snapshot.param_norm[sample]
@@ -216,13 +215,12 @@ class FastParameters(PerKindRule):
     def _shrinking(self, step: int, left: float, shrinking: npt.NDArray[np.intp]) -> Alert:
         cause = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
         fact = (
-            f"Step {step}: {number(100 * left)} % of the parameters' first norm is left (threshold "
-            f"{number(100 * self.min_left)} %)."
+            f"{number(100 * left)} % of the parameters' first norm is left (threshold {number(100 * self.min_left)} %)."
         )
         if shrinking.size:
             have = "weight has" if len(shrinking) == 1 else "weights have"
             lost = f"lost {number(100 * _SHRINKS)} % or more in each of the last {_SHRINK_SAMPLES} updates"
-            fact = f"Step {step}: {len(shrinking)} {have} {lost}."
+            fact = f"{len(shrinking)} {have} {lost}."
         elif self._recent[-1].min() < -_AT_ONCE:  # a decay by learning rate times weight decay takes less
             cause = (
                 f"not clear: either {cause}, or weights that were loaded or rescaled; what the script does at this "
@@ -234,7 +232,7 @@ class FastParameters(PerKindRule):
             lambda p: f"{self._names[p]} {number(-100 * math.expm1(-lost_P[p]))} % per step",
         )
         remedy = "divide the weight decay by 10; if it is decoupled (AdamW), its product with the learning rate counts"
-        return finding(self.shrinking, fact, layers, cause, remedy, step)
+        return self._finding(step, fact, cause, remedy, layers=layers, title=self.shrinking)
 
 
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: float) -> FloatArray | None:
@@ -243,7 +241,7 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: f
     Weights may grow at any speed to this share of the size that preserves a signal.
     """
     before_P, now_P, *_, num_steps = update
-    known_P = _are_weights(names) & (size_P >= MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
+    known_P = are_weights(names) & (size_P >= MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
     if num_steps < 1 or not np.count_nonzero(known_P):
         return None
     before, now = np.add.reduce(before_P), np.add.reduce(now_P)
@@ -262,9 +260,3 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: f
     small = small_P.sum(where=before_P + now_P >= 0) if now > before else 0.0
     ratio_P[-1] = (max(now, small) / max(before, small)) ** (2 if np.count_nonzero(known_P) >= _MANY else 1)
     return 0.5 * np.log(ratio_P) / num_steps
-
-
-@lru_cache(maxsize=16)
-def _are_weights(names: tuple[str, ...]) -> BoolArray:
-    """Whether each parameter is a weight, by its name. A bias that jumps switches units off, which other rules find."""
-    return np.array(["bias" not in name for name in names])

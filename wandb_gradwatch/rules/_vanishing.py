@@ -15,7 +15,7 @@ from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
-from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, PerKindRule, finding, values_of
+from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, PerKindRule, values_of
 
 # S samples, P watched parameters, L modules
 
@@ -101,8 +101,8 @@ class VanishingGradient(PerKindRule):
             else self._num_faded >= self.patience and trend.factor > _RECOVERED * self._steepest
         )
         if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
-            words = f"below {number(self.min_norm)} for {self._num_small} samples."
-            words = f"the gradient norm is {number(sample.norm)}, {words}"
+            how_long = f"for {self._num_small} samples."
+            words = f"the gradient norm is {number(sample.norm)}, below {number(self.min_norm)} {how_long}"
             yield self._alert(snapshot, sample, "small", words, range(len(snapshot.names)))
         elif is_steep:
             words = (
@@ -166,7 +166,7 @@ class VanishingGradient(PerKindRule):
                 f"not clear: either too small a loss ({number(loss)}), divided too often or of too small a weight, or "
                 "a tiny scale of the targets; a look at the targets tells them apart"
             )
-        return finding(self.title, f"Step {sample.step}: {words}", layers, cause, remedy, sample.step)
+        return self._finding(sample.step, words, cause, remedy, layers=layers)
 
 
 def _are_present(names: tuple[str, ...], squares_P: FloatArray) -> bool:

@@ -14,7 +14,7 @@ from .._analysis.movement import Movement, Update, any_parameter
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-from ._base import FROM_1, Alert, Bounds, PerKindRule, ShippedRule, finding, values_of
+from ._base import FROM_1, Alert, Bounds, PerKindRule, ShippedRule, values_of
 
 # S samples, P watched parameters
 
@@ -37,10 +37,10 @@ class NotInOptimizer(ShippedRule):
         for sample in snapshot.overview:
             if names := [name for name, values_S in found.items() if values_S[sample.place] > 0]:
                 fact = (
-                    f"Step {sample.step}: {len(names)} of the trainable parameters have a gradient, but no optimizer "
-                    f"holds them, and no other code has changed them: {listing(names)}."
+                    f"{len(names)} of the trainable parameters have a gradient, but no optimizer holds them, and no "
+                    f"other code has changed them: {listing(names)}."
                 )
-                yield finding(self.title, fact, "", cause, remedy, sample.step)
+                yield self._finding(sample.step, fact, cause, remedy)
 
 
 @dataclass(kw_only=True)
@@ -51,15 +51,15 @@ class GradientsNotReset(ShippedRule):
     is_for_rare_samples: ClassVar[bool] = True
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        fact = (
+            "the gradients of the step before were neither None nor 0 when this step's backward added to them; every "
+            "update uses the sum over all steps since they were reset."
+        )
         cause = "zero_grad() is missing: the gradients are added up over the steps"
         remedy = "call optimizer.zero_grad() once per update, before backward() or after step()"
         for sample, carried in zip(snapshot.overview, values_of(snapshot, keys.WIRING_CARRIED), strict=True):
             if carried > 0:
-                fact = (
-                    f"Step {sample.step}: the gradients of the step before were neither None nor 0 when this step's "
-                    "backward added to them; every update uses the sum over all steps since they were reset."
-                )
-                yield finding(self.title, fact, "", cause, remedy, sample.step, "ERROR")
+                yield self._finding(sample.step, fact, cause, remedy, level="ERROR")
 
 
 @dataclass(kw_only=True)
@@ -74,8 +74,8 @@ class NegativeLearningRate(ShippedRule):
         remedy = "end the schedule at 0, or give it as many steps as the training has"
         for sample, rate in zip(snapshot.overview, values_of(snapshot, keys.LEARNING_RATE), strict=True):
             if rate < 0:
-                fact = f"Step {sample.step}: the learning rate is {number(rate)}: this update increases the loss."
-                yield finding(self.title, fact, "", cause, remedy, sample.step, "ERROR")
+                fact = f"the learning rate is {number(rate)}: this update increases the loss."
+                yield self._finding(sample.step, fact, cause, remedy, level="ERROR")
 
 
 @dataclass(kw_only=True)
@@ -114,8 +114,8 @@ class TightClipping(PerKindRule):
 
     def _alert(self, snapshot: Snapshot, sample: Overview, factor: float) -> Alert:
         fact = (
-            f"Step {sample.step}: {self._num_tight} gradients in a row were clipped to less than a "
-            f"{number(self.max_factor)}th of their norm, this one by a factor of {number(factor)}."
+            f"{self._num_tight} gradients in a row were clipped to less than a {number(self.max_factor)}th of their "
+            f"norm, this one by a factor of {number(factor)}."
         )
         cause = "the clipping is far too tight"
         remedy = "raise max_norm to about the usual norm; with a GradScaler call unscale_(optimizer) before clipping"
@@ -127,7 +127,7 @@ class TightClipping(PerKindRule):
                 "clipping is far larger than the parameters; the size of the loss tells them apart"
             )
             remedy = f"normalise the inputs and the targets, take the mean in the loss; otherwise {remedy}"
-        return finding(self.title, fact, "", cause, remedy, sample.step)
+        return self._finding(sample.step, fact, cause, remedy)
 
 
 @dataclass(kw_only=True)
@@ -245,8 +245,8 @@ class UnchangedParameters(PerKindRule):
 
     def _lost_alert(self, step: int) -> Alert:
         fact = (
-            f"Step {step}: in the {step - self._arrived} steps since step {self._arrived} every parameter has moved by "
-            f"less than {number(_LOST)} of the update that the learning rate and its gradient imply."
+            f"in the {step - self._arrived} steps since step {self._arrived} every parameter has moved by less than "
+            f"{number(_LOST)} of the update that the learning rate and its gradient imply."
         )
         cause = (
             "not clear: either the optimizer's eps, so large that updates are almost 0, or something that undoes "
@@ -255,12 +255,12 @@ class UnchangedParameters(PerKindRule):
         remedy = (
             "check eps (usually 1e-8), and other code that writes to the parameters, as an average that is copied back"
         )
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+        return self._finding(step, fact, cause, remedy)
 
     def _still_alert(self, step: int, names: list[str]) -> Alert:
         fact = (
-            f"Step {step}: parameters have not changed by a single bit in sample after sample, although they have a "
-            "gradient and others change."
+            "parameters have not changed by a single bit in sample after sample, although they have a gradient and "
+            "others change."
         )
         cause = (
             "not clear: either a learning rate of 0 in the group of these parameters, or something that undoes their "
@@ -270,16 +270,13 @@ class UnchangedParameters(PerKindRule):
             "check the learning rate of each group of the optimizer; call requires_grad_(False) on parameters that are "
             "frozen on purpose"
         )
-        return finding(self.title, fact, listing(names), cause, remedy, step, "WARN")
+        return self._finding(step, fact, cause, remedy, layers=listing(names))
 
     def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
         what, since = "no parameter has changed by a single bit", self._since
         if is_nothing and self._felt < since:
             what, since = "the learning rate has been almost 0", self._felt
-        fact = (
-            f"Step {step}: {what} in the {step - since} steps since step {since}, although the gradient norm is "
-            f"{norm:.3g}."
-        )
+        fact = f"{what} in the {step - since} steps since step {since}, although the gradient norm is {norm:.3g}."
         cause = "not clear: either step() is never called, or the learning rate is 0; its value tells them apart"
         remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
         if is_nothing:
@@ -294,7 +291,7 @@ class UnchangedParameters(PerKindRule):
                 "look for code that overwrites the parameters after step(), such as load_state_dict() or an average "
                 "that is copied into the model; check what the optimizer does with its gradients"
             )
-        return finding(self.title, fact, "", cause, remedy, step, "ERROR")
+        return self._finding(step, fact, cause, remedy, level="ERROR")
 
 
 def _is_nothing(rate: float, norm: float, sample: Overview, update: Update, *, is_first: bool) -> bool:
