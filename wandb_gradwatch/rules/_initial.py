@@ -69,7 +69,7 @@ class PoorInitialisation(PerKindRule):
             remedy = (
                 "initialise weights with kaiming_normal_ or xavier_uniform_ and the activation's gain, biases near 0"
             )
-            yield self._finding(sample.step, f"{fact}.", cause, remedy)
+            yield self._finding(sample.step, fact, cause, remedy)
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
         """Return what is wrong with the initial weights, and the cause; None if nothing is."""
@@ -81,31 +81,29 @@ class PoorInitialisation(PerKindRule):
         large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > limits[name]]
         large += [f"{name} {number(rms)}" for name, rms, size in zip(snapshot.names, rms_P, size_P, strict=True)
                   if rms > self.max_rms and name not in gains and size >= MIN_WEIGHTS and "weight" in name]  # fmt: skip
-        if large:
-            words = "weights are far larger than the size that preserves a signal (1/sqrt(fan-in))"
-            return f"{words}: {listing(large)}", "poor initialisation: too large"
         # With a bias far from 0, a unit or a gate is on or off for any input. The last bias may be the targets' mean.
         far = np.flatnonzero(rms_P[:-1] > self.max_bias).tolist()
         shifted = [f"{snapshot.names[p]} {number(rms_P[p])}" for p in far
                    if "bias" in snapshot.names[p] and size_P[p] >= _MIN_UNITS]  # fmt: skip
-        if shifted:
-            return f"biases are far from 0: {listing(shifted)}", "poor initialisation: biases far from 0"
         constant = _constant(snapshot, sample, all_gains)
         # Weights of 0 in blocks that begin as the identity have a gradient; in a network of zeros most have none.
         without_gradient = {snapshot.names[p] for p in np.flatnonzero(snapshot.grad_norm[sample] == 0)}
-        if constant or (len(all_gains) > 1 and not gains and not without_gradient.isdisjoint(all_gains)):
-            words = "all elements of a weight are equal, and so are all units of its layer"
-            return f"{words}: {listing(constant or list(all_gains))}", _EQUAL
-        if gains and float(np.median(list(gains.values()))) < self.min_gain:
-            small = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
-            words = f"the weights are far smaller than the size that preserves a signal: {small}"
-            return words, "poor initialisation: too small"
+        if len(all_gains) > 1 and not gains and not without_gradient.isdisjoint(all_gains):
+            constant = list(all_gains)
+        is_small = bool(gains) and float(np.median(list(gains.values()))) < self.min_gain
+        small = [f"{name} {number(gain)}x" for name, gain in gains.items() if is_small]
         equal_P = (snapshot.grad_min[sample] == snapshot.grad_max[sample]) & (snapshot.grad_max[sample] != 0)
         equal_P &= (size_P >= _MIN_UNITS) & (rms_P >= 0)
         equal = [name for name, same in zip(snapshot.names, equal_P, strict=True) if same and "bias" in name]
-        if equal:
-            return f"all units of a layer have equal gradients and can never become different: {listing(equal)}", _EQUAL
-        return None
+        signal = "than the size that preserves a signal"
+        faults = (
+            (large, f"weights are far larger {signal} (1/sqrt(fan-in))", "poor initialisation: too large"),
+            (shifted, "biases are far from 0", "poor initialisation: biases far from 0"),
+            (constant, "all elements of a weight are equal, and so are all units of its layer", _EQUAL),
+            (small, f"the weights are far smaller {signal}", "poor initialisation: too small"),
+            (equal, "all units of a layer have equal gradients and can never become different", _EQUAL),
+        )
+        return next(((f"{words}: {listing(names)}.", cause) for names, words, cause in faults if names), None)
 
 
 @dataclass(kw_only=True)

@@ -18,6 +18,46 @@ from ._base import FROM_1, Alert, Bounds, PerKindRule, ShippedRule, values_of
 
 # S samples, P watched parameters
 
+_LARGE_GRADIENT: Final = 10.0  # multiple of the parameters' norm; ordinary inputs and losses make smaller gradients
+_LEAST_SAMPLES: Final = 3
+_LONG: Final = 0.1  # share of the steps so far
+_NOTHING: Final = 1e-6  # share of the parameters' norm: a hundred thousand such updates move them by a tenth at most
+_BFLOAT16: Final = 2.0**-12  # share of the parameters' norm: an eighth of what changes a typical element
+_OF_RATE: Final = 0.1  # share of the rate; updates that arrive change a norm by about the rate, or more
+_EXACT: Final = 1e-8  # relative error of a norm of 64 float32 elements or more, each of which is rounded by 2^-24
+_LOST: Final = 1e-3  # share of the implied update: a healthy training moves some parameter by 0.03
+# Share of the largest norm so far, below which a training may have converged: L-BFGS stops at 1e-5 or less.
+_CONVERGED: Final = 1e-3
+_NEGLIGIBLE: Final = 1e-5  # the same, as a share of the parameters' norm
+_CHECK_RATE: Final = (
+    "check the learning rate, its warm-up, and whether a schedule made for epochs is stepped at each batch"
+)
+# Why parameters do not change -> (probable cause, remedy)
+_CAUSES: Final = {
+    "zero": ("the learning rate is 0", _CHECK_RATE),
+    "too small": ("a learning rate that is far too small for the parameters to change ({rate})", _CHECK_RATE),
+    "unknown": (
+        "not clear: either step() is never called, or the learning rate is 0; its value tells them apart",
+        "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up",
+    ),
+    "undone": (
+        "not clear: either updates of 0, or something that undoes them (learning rate {rate})",
+        "look for code that overwrites the parameters after step(), such as load_state_dict() or an average that is "
+        "copied into the model; check what the optimizer does with its gradients",
+    ),
+    "lost": (
+        "not clear: either the optimizer's eps, so large that updates are almost 0, or something that undoes them; the "
+        "optimizer's settings tell them apart",
+        "check eps (usually 1e-8), and other code that writes to the parameters, as an average that is copied back",
+    ),
+    "still": (
+        "not clear: either a learning rate of 0 in the group of these parameters, or something that undoes their "
+        "updates; the learning rates in the optimizer's param_groups tell them apart",
+        "check the learning rate of each group of the optimizer; call requires_grad_(False) on parameters that are "
+        "frozen on purpose",
+    ),
+}
+
 
 @dataclass(kw_only=True)
 class NotInOptimizer(ShippedRule):
@@ -234,64 +274,32 @@ class UnchangedParameters(PerKindRule):
         if not visible_P.any() or arrives_P.any():
             self._arrived = sample.step
         if sample.step - self._arrived >= self.zero_patience:
-            yield self._lost_alert(sample.step)
+            fact = (
+                f"in the {sample.step - self._arrived} steps since step {self._arrived} every parameter has moved by "
+                f"less than {number(_LOST)} of the update that the learning rate and its gradient imply."
+            )
+            yield self._finding(sample.step, fact, *_CAUSES["lost"])
         elif has_still:
             # A parameter that is equal in two samples has not changed at the steps between them.
             needed = max(_LEAST_SAMPLES, math.ceil(self.zero_patience / update.num_steps))
             still_P = (update.after == update.before) & visible_P & (size_P >= MIN_WEIGHTS)
             still_P = self._still.last(names, still_P, needed, ~np.isnan(received_P))
             if still_P.any():
-                yield self._still_alert(sample.step, [names[p] for p in np.flatnonzero(still_P)])
-
-    def _lost_alert(self, step: int) -> Alert:
-        fact = (
-            f"in the {step - self._arrived} steps since step {self._arrived} every parameter has moved by less than "
-            f"{number(_LOST)} of the update that the learning rate and its gradient imply."
-        )
-        cause = (
-            "not clear: either the optimizer's eps, so large that updates are almost 0, or something that undoes "
-            "them; the optimizer's settings tell them apart"
-        )
-        remedy = (
-            "check eps (usually 1e-8), and other code that writes to the parameters, as an average that is copied back"
-        )
-        return self._finding(step, fact, cause, remedy)
-
-    def _still_alert(self, step: int, names: list[str]) -> Alert:
-        fact = (
-            "parameters have not changed by a single bit in sample after sample, although they have a gradient and "
-            "others change."
-        )
-        cause = (
-            "not clear: either a learning rate of 0 in the group of these parameters, or something that undoes their "
-            "updates; the learning rates in the optimizer's param_groups tell them apart"
-        )
-        remedy = (
-            "check the learning rate of each group of the optimizer; call requires_grad_(False) on parameters that are "
-            "frozen on purpose"
-        )
-        return self._finding(step, fact, cause, remedy, layers=listing(names))
+                fact = (
+                    "parameters have not changed by a single bit in sample after sample, although they have a gradient "
+                    "and others change."
+                )
+                layers = listing([names[p] for p in np.flatnonzero(still_P)])
+                yield self._finding(sample.step, fact, *_CAUSES["still"], layers=layers)
 
     def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
         what, since = "no parameter has changed by a single bit", self._since
         if is_nothing and self._felt < since:
             what, since = "the learning rate has been almost 0", self._felt
         fact = f"{what} in the {step - since} steps since step {since}, although the gradient norm is {norm:.3g}."
-        cause = "not clear: either step() is never called, or the learning rate is 0; its value tells them apart"
-        remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
-        if is_nothing:
-            cause = f"a learning rate that is far too small for the parameters to change ({number(rate)})"
-            cause = cause if rate else "the learning rate is 0"
-            remedy = (
-                "check the learning rate, its warm-up, and whether a schedule made for epochs is stepped at each batch"
-            )
-        elif not math.isnan(rate):
-            cause = f"not clear: either updates of 0, or something that undoes them (learning rate {number(rate)})"
-            remedy = (
-                "look for code that overwrites the parameters after step(), such as load_state_dict() or an average "
-                "that is copied into the model; check what the optimizer does with its gradients"
-            )
-        return self._finding(step, fact, cause, remedy, level="ERROR")
+        kind = ("too small" if rate else "zero") if is_nothing else "unknown" if math.isnan(rate) else "undone"
+        cause, remedy = _CAUSES[kind]
+        return self._finding(step, fact, cause.format(rate=number(rate)), remedy, level="ERROR")
 
 
 def _is_nothing(rate: float, norm: float, sample: Overview, update: Update, *, is_first: bool) -> bool:
@@ -316,16 +324,3 @@ def _is_nothing(rate: float, norm: float, sample: Overview, update: Update, *, i
         return True
     is_still = is_coarse and bool((moved_P <= _OF_RATE * rate)[large_P].all())
     return is_still and bool(are_half_precision(sample.rows, lost_bits=16).all())
-
-
-_LARGE_GRADIENT: Final = 10.0  # multiple of the parameters' norm; ordinary inputs and losses make smaller gradients
-_LEAST_SAMPLES: Final = 3
-_LONG: Final = 0.1  # share of the steps so far
-_NOTHING: Final = 1e-6  # share of the parameters' norm: a hundred thousand such updates move them by a tenth at most
-_BFLOAT16: Final = 2.0**-12  # share of the parameters' norm: an eighth of what changes a typical element
-_OF_RATE: Final = 0.1  # share of the rate; updates that arrive change a norm by about the rate, or more
-_EXACT: Final = 1e-8  # relative error of a norm of 64 float32 elements or more, each of which is rounded by 2^-24
-_LOST: Final = 1e-3  # share of the implied update: a healthy training moves some parameter by 0.03
-# Share of the largest norm so far, below which a training may have converged: L-BFGS stops at 1e-5 or less.
-_CONVERGED: Final = 1e-3
-_NEGLIGIBLE: Final = 1e-5  # the same, as a share of the parameters' norm
