@@ -183,9 +183,8 @@ class DeadGradient(PerKindRule):
         modules = modules_of(names)
         first = {int(place): name for name, place in zip(names[::-1], modules.of_parameter[::-1], strict=True)}
         fact = (
-            f"the same units of {len(dead)} of {len(modules.names)} layers, more than "
-            f"{100 * self.max_ratio:.0f} % of each, have no gradient in sample after sample; of these layers "
-            f"{first[dead[0]]} is nearest to the output."
+            f"the same units of {len(dead)} of {len(modules.names)} layers, more than {100 * self.max_ratio:.0f} % of "
+            f"each, have no gradient in sample after sample; of these layers {first[dead[0]]} is nearest to the output."
         )
         layers = listing(dead, lambda index: f"{first[index]} {100 * share_L[index]:.0f} %")
         cause = (
@@ -208,8 +207,8 @@ class DeadGradient(PerKindRule):
 
     def _empty_alert(self, step: int, modules: tuple[str, ...], place: int, num: int, present_L: BoolArray) -> Alert:
         fact = (
-            f"for {num} samples the weights of {modules[place]} have had no gradient while its bias has "
-            "one: every input of this layer is 0."
+            f"for {num} samples the weights of {modules[place]} have had no gradient while its bias has one: "
+            "every input of this layer is 0."
         )
         cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
         remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"

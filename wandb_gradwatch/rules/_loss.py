@@ -136,9 +136,8 @@ class LossSpike(ShippedRule):
         self._block, self._last_block = [], median
         if self._num_rises >= _RISES and least > _FAR_ABOVE * self._first > 0:
             fact = (
-                f"the loss has risen to {number(median)}, from at most {number(self._first)} in the first "
-                f"{_TURNED} samples; each of the last {self._num_rises} groups of {_BLOCK} samples is above the one "
-                "before."
+                f"the loss has risen to {number(median)}, from at most {number(self._first)} in the first {_TURNED} "
+                f"samples; each of the last {self._num_rises} groups of {_BLOCK} samples is above the one before."
             )
             cause = (
                 "not clear: either the wrong sign of the loss (or maximize=True in the optimizer), or a learning rate "
@@ -170,16 +169,15 @@ class LossSpike(ShippedRule):
             past.below = []
         elif len(past.below) > 1 and max(past.below[-2:]) < limit:
             fact = (
-                f"within {len(past.below)} samples the loss has fallen to {number(loss)}; the "
-                f"{len(past.losses)} samples before were all above 0, the newest about {number(median)}."
+                f"within {len(past.below)} samples the loss has fallen to {number(loss)}; the {len(past.losses)} "
+                f"samples before were all above 0, the newest about {number(median)}."
             )
             yield self._finding(step, fact, *UNBOUNDED, title=self.negative)
 
     def _alert(self, past: _Past, limit: float) -> Finding:
         fact = (
-            f"the loss has risen to {number(max(past.above))} and stays there; the "
-            f"{len(past.losses)} losses before were between {number(min(past.losses))} and {number(max(past.losses))} "
-            f"(threshold {number(limit)})."
+            f"the loss has risen to {number(max(past.above))} and stays there; the {len(past.losses)} losses before "
+            f"were between {number(min(past.losses))} and {number(max(past.losses))} (threshold {number(limit)})."
         )
         cause = (
             "not clear: either a learning rate that is too high, or the data has changed; whether the learning rate "

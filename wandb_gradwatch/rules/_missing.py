@@ -143,8 +143,8 @@ class NoGradient(ShippedRule):
     ) -> Alert:
         missing = worst_first(count_P, late[::-1])  # among those missing equally long, the one nearest the output first
         fact = (
-            f"{len(missing)} of {len(names)} watched parameters have had no gradient for "
-            f"{count_P[missing[-1]]:.0f} samples or more."
+            f"{len(missing)} of {len(names)} watched parameters have had no gradient for {count_P[missing[-1]]:.0f} "
+            "samples or more."
         )
         layers = listing(missing, lambda p: f"{names[p]} ({count_P[p]:.0f} samples)")
         is_cancelled = bool(cancelled_biases(names, count_P > 0)[late].all())
