@@ -32,8 +32,7 @@ from wandb_gradwatch.rules import (
     default_rules,
     rule,
 )
-from wandb_gradwatch.rules._base import MAX_TITLE
-from wandb_gradwatch.rules._functions import as_rule
+from wandb_gradwatch.rules._base import MAX_TITLE, as_rule
 from wandb_gradwatch.snapshot import Snapshot, keys
 
 NAN, INF = math.nan, math.inf

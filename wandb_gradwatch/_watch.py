@@ -31,7 +31,7 @@ from ._watcher import WATCHERS, Watcher
 from .metrics._metric import MetricLike, probes_of, rules_of
 from .metrics._parameters import ParameterHistograms
 from .rules import Alert, Rule, default_rules
-from .rules._functions import as_rule
+from .rules._base import as_rule
 from .sinks import Sink, WandbSink
 from .sinks._wandb_run import check_details
 from .snapshot._shapes import GroupBy, group_function

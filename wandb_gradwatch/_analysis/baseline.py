@@ -25,9 +25,7 @@ def student_factor(stds: float, num_samples: int) -> float:
     """The number of estimated standard deviations that is as unlikely, after `num_samples`, as `stds` exact ones.
 
     Student's t-quantile of the same tail (Wallace's approximation, accurate to about 5 % from 4 degrees of freedom on),
-    times sqrt(1 + 1/n) because the mean is also estimated. For many samples the result approaches `stds`.
-
-    Example: student_factor(3, 5) = 7.5 (exactly 7.3) and student_factor(3, 10000) = 3.00.
+    times sqrt(1 + 1/n) because the mean is also estimated: student_factor(3, 5) = 7.5 (exactly 7.3).
     """
     dof = num_samples - 1
     z = stds * (8 * dof + 3) / (8 * dof + 1)
@@ -41,17 +39,15 @@ def median_and_scatter(values_N: FloatArray) -> tuple[float, float]:
 
 
 def limit_of(log_norms_N: Sequence[float], *, stds: float, min_factor: float, record_factor: float | None) -> float:
-    """Return the largest norm that is still usual after these norms.
+    """Return the largest norm that is still usual after at least 2 norms, of which these are the logarithms.
 
     Past samples far from the median are excluded: the first step of a training is often 100 times larger than all
     later steps, and would hide the next explosion.
 
     Args:
-        log_norms_N: the logarithms of at least 2 past norms.
         stds: number of standard deviations above the mean at the limit, if both were known exactly.
-        min_factor: the limit is at least this multiple of the usual norm.
-        record_factor: the limit is at least this multiple of the second largest of the last 16 norms, excluded or not.
-            None: off.
+        min_factor, record_factor: the limit is at least this multiple of the usual norm, and of the second largest of
+            the last 16 norms, excluded or not (None: off).
     """
     past = np.asarray(log_norms_N, dtype=np.float64)
     record = float(np.sort(past[-_RECENT:])[-2])  # the second largest, because the largest may be a transient
@@ -73,15 +69,11 @@ class Growth:
 
 
 def evenly_apart(steps: Sequence[int]) -> list[int]:
-    """The indices of samples at least half as far apart as the last two samples; the last sample is included.
-
-    For example, ten consecutive steps followed by a sample a hundred steps later count as one sample.
-    """
+    """The indices of samples at least half as far apart as the last two samples; the last sample is included."""
     if len(steps) < 2:
         return list(range(len(steps)))
-    kept = [len(steps) - 1]
-    least = (steps[-1] - steps[-2]) / 2
-    for place in range(len(steps) - 2, -1, -1):
+    kept, least = [len(steps) - 1], (steps[-1] - steps[-2]) / 2
+    for place in reversed(range(len(steps) - 1)):
         if steps[kept[-1]] - steps[place] >= least:
             kept.append(place)
     return kept[::-1]

@@ -34,20 +34,16 @@ _EDGES: Final[list[float]] = magnitude_edges().tolist()
 
 
 def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, float]:
-    """The losses of these gradients in each format of FORMATS, over all names together.
+    """The losses of these gradients in each format of FORMATS, over all names together, by the keys of a W&B row.
 
-    Shares are exact, because every limit of fp16 and of both fp8 formats is a bin edge. The flush limit of bf16 lies
-    inside the lowest bin: the share is 0 if that bin is empty, otherwise missing. A magnitude equal to the flush limit
-    counts as kept, although round-to-even flushes it. A complex element counts by its magnitude.
+    `underflow_ratio` is the share of the finite non-zero elements below the smallest normal number, which lose digits
+    or become 0; `flush_ratio` the share that become 0; `headroom` the octaves from the largest element of all samples
+    to the format's largest number, negative if it overflows. NaN where unknown, as all shares without a histogram.
 
-    Args:
-        snapshot: a snapshot with a histogram; otherwise all shares are missing. Headroom covers all its samples.
-        scale: the loss scale to assume; a power of two, so that limits are bin edges.
-
-    Returns:
-        By the keys of a W&B row, NaN where a value is unknown: `underflow_ratio`, the share of the finite non-zero
-        elements below the smallest normal number, which lose digits or become 0; `flush_ratio`, the share that become
-        0; `headroom`, the octaves from the largest element to the format's largest number, negative if it overflows.
+    Shares are exact, because every limit of fp16 and of both fp8 formats is a bin edge, also divided by a `scale` (the
+    loss scale to assume) that is a power of two. The flush limit of bf16 lies inside the lowest bin: the share is 0 if
+    that bin is empty, otherwise missing. A magnitude equal to the flush limit counts as kept, although round-to-even
+    flushes it. A complex element counts by its magnitude.
     """
     counts_PM = snapshot.magnitude_histogram
     counts_M = [0] * (len(_EDGES) - 1) if counts_PM is None else np.add.reduce(counts_PM, axis=0).tolist()

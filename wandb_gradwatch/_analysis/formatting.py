@@ -35,12 +35,8 @@ def listing(items: Collection[Item], describe: Callable[[Item], str] = str, *, s
 
 def sentence(fact: str, layers: str, cause: str, remedy: str, more: Collection[str] = ()) -> str:
     """The text of an alert, in lines: the fact, the worst layers if any, further lines, the cause with its remedy."""
-    lines = [fact]
-    if layers:
-        lines.append(f"Worst layers: {layers}.")
-    lines.extend(more)
-    lines.append(f"{CAUSE_PREFIX}{cause}" + (f". Remedy: {remedy}." if remedy else ""))
-    return "\n".join(lines)
+    worst, advice = [f"Worst layers: {layers}."] if layers else [], f". Remedy: {remedy}." if remedy else ""
+    return "\n".join([fact, *worst, *more, f"{CAUSE_PREFIX}{cause}{advice}"])
 
 
 def clip_advice(*, clips: bool) -> str:

@@ -1,5 +1,8 @@
-"""Statistics of modules from those of their parameters: norms, dead units, initial gains, the scale of inputs."""
+"""Statistics of modules from those of their parameters: norms, their trend over the depth, dead units, initial gains,
+the scale of inputs."""
 
+import math
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -8,13 +11,17 @@ import numpy.typing as npt
 
 from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot
+from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._shapes import group_function
 
-# S samples, P watched parameters, L modules in model order (the first is nearest the input)
+# S samples, P watched parameters, L modules in model order (the first is nearest the input), X samples without zeros, N
+# chains of layers
 
 # A bias's gradient below this share of the weight's is rounding: a later normalisation cancels the bias.
 _ROUNDING = 1e-5
 _HALF_ROUNDING = 256.0  # estimated size of inputs from which a bias's gradient may be the rounding of bfloat16, 2^-8
+_MIN_LAYERS = 4
+_TOLERANCE = 1e-9  # relative, because sums in different orders round differently
 MIN_WEIGHTS = 64  # fewer elements are a scale or a temperature, which may be clamped, and no layer's weights
 
 
@@ -45,6 +52,12 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, order, starts_L)
 
 
+@lru_cache(maxsize=16)
+def are_weights(names: tuple[str, ...]) -> BoolArray:
+    """Which parameters are weights, by their names: [P]."""
+    return np.array(["bias" not in name for name in names])
+
+
 def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> BoolArray:
     """Which parameters are float16 or bfloat16: [P]. Neither type has the last 13 bits of a float32; bfloat16 lacks 16.
 
@@ -58,7 +71,7 @@ def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> BoolArray:
     return are_half_P
 
 
-def module_norms(snapshot: Snapshot) -> FloatArray:
+def _module_norms(snapshot: Snapshot) -> FloatArray:
     """Each module's gradient norm: [S, L]; NaN where no gradient arrived."""
     modules = modules_of(snapshot.names)
     sum_sq_SP = snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order]
@@ -71,10 +84,10 @@ def module_norms(snapshot: Snapshot) -> FloatArray:
 def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
     """Each module's share of dead units, from each parameter's share of dead elements: [S, L]; NaN where missing.
 
-    The weights and the bias of a dead unit are all dead, so the smallest share among a module's parameters bounds the
-    share of dead units. Other zeros are healthy: rows of an embedding for unused tokens, columns for inputs that are
-    always 0, a bias that a batch norm cancels. A module without a bias could be an embedding, and counts only if it is
-    completely dead. A module with only a bias (its weight may be parametrized) counts as not dead.
+    The weights and the bias of a dead unit are all dead, so the smallest share among a module's parameters counts.
+    Other zeros are healthy: columns for inputs that are always 0, a bias that a batch norm cancels, an embedding's rows
+    for unused tokens. A module without a bias could be an embedding, and counts only if it is completely dead; one with
+    only a bias (its weight may be parametrized) does not count.
     """
     modules = modules_of(names)
     least_SL = np.fmin.reduceat(dead_SP[:, modules.order], modules.starts, axis=1)
@@ -107,8 +120,7 @@ def weights_beside_biases(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]
 def initial_gains(snapshot: Snapshot, sample: int) -> dict[str, float]:
     """Each layer's RMS weight times sqrt(fan-in) in a sample, by the weight's name: about 1 preserves a signal's size.
 
-    The fan-in is the size of the weight divided by the size of the bias. Layers without a bias are left out, as are
-    normalisation layers, whose weight and bias have the same size.
+    The fan-in is the weight's size / the bias's. Layers without a bias are left out, and normalisations (fan-in 1).
     """
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
     return {
@@ -121,8 +133,7 @@ def initial_gains(snapshot: Snapshot, sample: int) -> dict[str, float]:
 def cancelled_biases(names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:
     """Biases without a gradient in layers whose other parameters have one: [P].
 
-    Such a layer is neither frozen nor detached: a loss of a derivative of the output, or of differences of outputs,
-    does not depend on the last bias.
+    Such a layer is not frozen: a loss of a derivative or of differences of outputs does not depend on the last bias.
     """
     modules = modules_of(names)
     has_one_L = np.isin(np.arange(len(modules.names)), modules.of_parameter[~missing_P])
@@ -132,10 +143,9 @@ def cancelled_biases(names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:
 def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
     """The name of the first layer's weight, and the approximate root mean square of its inputs; None if unknown.
 
-    A weight's gradient is the bias's gradient times the input, summed over the batch. The ratio of their norms divided
-    by sqrt(fan-in) is the size of the inputs: exact for equal inputs, otherwise an estimate of the order of magnitude.
-    With a normalisation after the layer, the bias's gradient is only rounding, and the result is None. In half
-    precision, rounding is not much smaller than gradients: a large result counts only if no normalisation fits.
+    A weight's gradient is the bias's gradient times the input, summed over the batch: the ratio of their norms divided
+    by sqrt(fan-in) is the size of the inputs, exactly for equal ones. With a normalisation after the layer, the bias's
+    gradient is only rounding, and the result is None; in half precision, a large result counts only if none fits.
     """
     size_P, norm_P = snapshot.num_elements[sample], snapshot.grad_norm[sample]
     modules = modules_of(snapshot.names)
@@ -158,8 +168,8 @@ def is_held_up(snapshot: Snapshot, sample: int) -> bool:
 
     A weight of 0 without a gradient stays 0, and excuses nothing.
     """
-    is_weight_P = np.array(["bias" not in name for name in snapshot.names])
-    return bool(np.any(is_weight_P & (snapshot.param_norm[sample] == 0) & (snapshot.grad_norm[sample] > 0)))
+    is_zero_P = are_weights(snapshot.names) & (snapshot.param_norm[sample] == 0)
+    return bool(np.any(is_zero_P & (snapshot.grad_norm[sample] > 0)))
 
 
 def feed_nothing(dead_L: BoolArray, empty_L: BoolArray, present_L: BoolArray) -> BoolArray:
@@ -171,8 +181,88 @@ def feed_nothing(dead_L: BoolArray, empty_L: BoolArray, present_L: BoolArray) ->
     return found_L
 
 
+def leading(are_so_N: BoolArray) -> int:
+    """Return how many of the first are so, up to one that is not; 0 if all are."""
+    return 0 if are_so_N.all() else int(np.argmin(are_so_N))
+
+
 def num_units(snapshot: Snapshot, sample: int) -> FloatArray:
     """Return each module's number of units, the size of its smallest parameter, as a bias has one per unit: [L]."""
     modules = modules_of(snapshot.names)
     size_P = np.where(snapshot.present[sample], snapshot.num_elements[sample], np.inf)
     return np.minimum.reduceat(size_P[modules.order], modules.starts)
+
+
+def branch_of(name: str) -> str:
+    """A module's name up to its first number. Modules of one branch are assumed to follow each other."""
+    return re.split(r"\d", name, maxsplit=1)[0]
+
+
+@lru_cache(maxsize=16)
+def _chains_of(names_L: tuple[str, ...]) -> tuple[list[npt.NDArray[np.intp]], FloatArray]:
+    """The indices of the modules of each branch with at least four modules, N arrays; and the weights with which the
+    logarithms of the modules' sums of squares add up to each chain's log factor: [L, N].
+
+    `actor.0, actor.2, ...` and `critic.0, critic.2, ...` are two branches, whose layers are not connected.
+    """
+    branches: dict[str, list[int]] = {}
+    for place, name in enumerate(names_L):
+        branches.setdefault(branch_of(name), []).append(place)
+    chains = [np.array(places, dtype=np.intp) for places in branches.values() if len(places) >= _MIN_LAYERS]
+    weights_LN = np.zeros((len(names_L), len(chains)))
+    for weights_L, chain in zip(weights_LN.T, chains, strict=True):
+        centred = _centred(len(chain))
+        weights_L[chain] = 0.5 * (len(chain) - 1) * centred / (centred @ centred)
+    return chains, weights_LN
+
+
+@dataclass(frozen=True)
+class DepthTrend:
+    """The trend of log norms over the depth, from the layer nearest the input to the last layer."""
+
+    first: str  # the name of the first layer
+    last: str
+    # The last layer's norm divided by the first layer's, on the fitted line: above 1 if the gradient decreases towards
+    # the input, below 1 if it grows.
+    factor: float
+    order: float  # Spearman's rank correlation of norm and depth: 1 if every layer's norm is above the one before
+
+
+def depth_trends(snapshot: Snapshot, *, above: float) -> list[DepthTrend | None]:
+    """The trend of the modules' gradient norms in each sample; None where its factor is not above a limit.
+
+    Parameters are merged into modules first, because bias and weight of a layer differ for reasons other than depth.
+    """
+    modules = modules_of(snapshot.names)
+    # Samples in which all gradients are there, and above 0
+    whole = [sample.place for sample in snapshot.overview if sample.least_sum_sq > LEAST_SUM_SQ]
+    squares_SL = np.add.reduceat(snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order], modules.starts, axis=1)
+    log_factors_XN = np.log(squares_SL[whole]) @ _chains_of(modules.names)[1]
+    largest = np.maximum.reduce(log_factors_XN, axis=1, initial=-math.inf).tolist()
+    limit = math.log(above) - _TOLERANCE
+    are_flat = {place for place, log_factor in zip(whole, largest, strict=True) if log_factor < limit}
+    if len(are_flat) == len(snapshot):  # the usual case
+        return [None] * len(snapshot)
+    norms_SL = enumerate(_module_norms(snapshot))
+    trends = [None if place in are_flat else trend_of(modules.names, norms_L) for place, norms_L in norms_SL]
+    return [trend if trend is not None and trend.factor > above else None for trend in trends]
+
+
+def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:
+    """The steepest trend of these layers' norms along a chain; zero and missing norms are left out."""
+    are_seen_L, found = np.isfinite(norms_L) & (norms_L > 0), []
+    for chain in _chains_of(names_L)[0]:
+        seen = chain[are_seen_L[chain]]
+        if len(seen) >= _MIN_LAYERS:
+            centred, log_norms = _centred(len(seen)), np.log(norms_L[seen])
+            slope = float(centred @ log_norms / (centred @ centred))
+            ranks = np.argsort(np.argsort(log_norms)) + centred[0]
+            order = float(centred @ ranks / (centred @ centred))
+            factor = float(np.exp(np.clip(slope * (len(seen) - 1), -700, 700)))
+            found.append(DepthTrend(names_L[seen[0]], names_L[seen[-1]], factor, order))
+    return max(found, key=lambda trend: abs(math.log(trend.factor)), default=None)
+
+
+def _centred(num: int) -> FloatArray:
+    """The numbers from 0 on, minus their mean: [num]."""
+    return np.arange(num, dtype=np.float64) - (num - 1) / 2

@@ -26,11 +26,15 @@ class Remembers:
     """Saves an object's state as plain Python values; for a dataclass, all fields that are not arguments."""
 
     def state_dict(self) -> dict[str, Any]:
+        self._work_out()
         return {name: _plain(getattr(self, name)) for name in self._remembered()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         loaded = {name: _restored(getattr(self, name), state[name]) for name in self._remembered()}
         vars(self).update(loaded)
+
+    def _work_out(self) -> None:
+        """Add what waits to the rest of the state, if the object postpones work."""
 
     def _remembered(self) -> list[str]:
         return [field.name for field in fields(self) if not field.init] if is_dataclass(self) else list(vars(self))
@@ -54,12 +58,10 @@ def _restored(now: Any, value: Any) -> Any:
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(value)
         return now
-    if isinstance(now, list | tuple | deque):
+    if isinstance(now, list | tuple | set | deque):
         items = [np.array(item, dtype=np.float64) if isinstance(item, list) else item for item in value]
         return deque(items, now.maxlen) if isinstance(now, deque) else type(now)(items)
-    if isinstance(now, dict):
-        return copy.deepcopy(dict(value))
-    return set(value) if isinstance(now, set) else value
+    return copy.deepcopy(value)
 
 
 class PerName:
@@ -71,47 +73,43 @@ class PerName:
     def __init__(self, default: float = 0.0) -> None:
         self.default = default
         self.names: tuple[str, ...] = ()
-        self._values_P: FloatArray = np.zeros(0)
+        self.values_P: FloatArray = np.zeros(0)
         self._elsewhere: dict[str, float] = {}  # numbers of names that only earlier snapshots had
 
     def of(self, names: tuple[str, ...]) -> FloatArray:
         """The numbers of these names, which the caller may change in place: [P]."""
         if names is not self.names:  # usually the same tuple; comparing 150 names would take longer than using them
             if names != self.names:
-                known = self._elsewhere | dict(zip(self.names, self._values_P.tolist(), strict=True))
-                self._values_P = np.array([known.pop(name, self.default) for name in names], dtype=np.float64)
-                self._elsewhere = known
+                self._elsewhere = known = self._all()
+                self.values_P = np.array([known.pop(name, self.default) for name in names], dtype=np.float64)
             self.names = names
-        return self._values_P
+        return self.values_P
 
-    def replace(self, names: tuple[str, ...], values_P: FloatArray) -> FloatArray:
-        """Return the numbers of these names [P], and store `values_P`, which must not change later, in their place."""
-        earlier_P, self._values_P = self.of(names), values_P
-        return earlier_P
+    def _all(self) -> dict[str, float]:
+        return self._elsewhere | dict(zip(self.names, self.values_P.tolist(), strict=True))
 
     def state_dict(self) -> dict[str, float]:
-        values = self._elsewhere | dict(zip(self.names, self._values_P.tolist(), strict=True))
-        return {name: value for name, value in values.items() if value != self.default and value == value}
+        return {name: value for name, value in self._all().items() if value != self.default and value == value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.names, self._values_P = (), np.zeros(0)
+        self.names, self.values_P = (), np.zeros(0)
         self._elsewhere = {str(name): float(value) for name, value in state.items()}
 
 
-class Streaks:
+class Streaks(Remembers):
     """For each name, the number of consecutive samples with a condition, and its probability by chance.
 
     Laplace's rule of succession: after 2 of 48 samples with the condition, the next has it with probability 3 / 50.
     """
 
     def __init__(self) -> None:
-        self._seen, self._before, self._row = PerName(), PerName(), PerName()
+        self.seen, self.before, self.row = PerName(), PerName(), PerName()
         self._names: tuple[str, ...] = ()
         self._is_so = False  # whether any name had the condition in the last sample
-        self._num_quiet = 0  # samples of all names without the condition that are not yet added to _seen
+        self._num_quiet = 0  # samples of all names without the condition that are not yet added to `seen`
 
     def see(
-        self, names: tuple[str, ...], is_so_P: BoolArray, present_P: BoolArray | None = None
+        self, names: tuple[str, ...], is_so_P: BoolArray, present_P: BoolArray
     ) -> tuple[FloatArray, FloatArray, FloatArray] | None:
         """Add a sample: `is_so_P` is the condition, for the names that are present in the sample.
 
@@ -119,12 +117,10 @@ class Streaks:
             [P] each: the length of the streak, the number of samples before it, and the probability of the streak
             given those samples. None if no name has the condition.
         """
-        is_all = present_P is None or np.count_nonzero(present_P) == len(names)  # faster than all() and any()
-        if is_all and not np.count_nonzero(is_so_P):
+        if np.count_nonzero(present_P) == len(names) and not np.count_nonzero(is_so_P):  # faster than all() and any()
             self.end(names, 1)
             return None
         seen_P, so_P, row_P = self._settled(names)
-        present_P = np.ones(len(names), dtype=bool) if present_P is None else present_P
         ended_P = present_P & ~is_so_P
         so_P[ended_P] += row_P[ended_P]
         row_P[ended_P], row_P[is_so_P] = 0, row_P[is_so_P] + 1
@@ -150,28 +146,27 @@ class Streaks:
     def _settled(self, names: tuple[str, ...]) -> tuple[FloatArray, FloatArray, FloatArray]:
         """The number of samples, those with the condition before the streak, and the streak's length: [P] each."""
         if self._num_quiet:
-            self._seen.of(self._names)[:] += self._num_quiet
+            self.seen.of(self._names)[:] += self._num_quiet
             self._num_quiet = 0
         self._names = names
-        return self._seen.of(names), self._before.of(names), self._row.of(names)
+        return self.seen.of(names), self.before.of(names), self.row.of(names)
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
+    def _work_out(self) -> None:
         self._settled(self._names)
-        return {"seen": self._seen.state_dict(), "before": self._before.state_dict(), "row": self._row.state_dict()}
 
-    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        for name, kept in (("seen", self._seen), ("before", self._before), ("row", self._row)):
-            kept.load_state_dict(state[name])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._names, self._is_so, self._num_quiet = (), True, 0
+
+    def _remembered(self) -> list[str]:
+        return ["seen", "before", "row"]
 
 
 class PerKind(Generic[Kept]):
     """Separate state, made by `make`, for each kind of sample; kinds differ by the parameters that have a gradient.
 
-    The two updates of a GAN, or of a model before and after most of it is unfrozen, have norms of different parameters.
-    Comparing these norms would make every second sample a spike, or hide the spikes of the smaller norm. Samples are of
-    one kind if they share at least half of their parameters, so an expert without tokens or one more unfrozen layer
-    does not make a new kind.
+    Comparing the norms of a GAN's two updates would make every second sample a spike. Samples are of one kind if they
+    share at least half of their parameters, so an expert without tokens does not make a new kind.
     """
 
     def __init__(self, make: Callable[[], Kept]) -> None:

@@ -1,8 +1,10 @@
-"""The change of the parameters by each update, estimated from their norms."""
+"""Whether a training moves and makes progress: the change of the parameters by each update, and of the loss."""
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -12,6 +14,10 @@ from ..snapshot._overview import Overview
 from .memory import PerName, Remembers
 
 # P watched parameters, N updates
+
+_UPDATES: Final = 10  # number of updates over which the loss is compared
+_LOSSES: Final = 3  # number of losses at either end, whose medians are compared
+_CLEARLY: Final = 1.05  # a loss that is hardly falling yet scatters by less
 
 
 class Update(NamedTuple):
@@ -63,13 +69,13 @@ class Movement(Remembers):
             after_P = after_SP[sample.place]
             updates.append(Update(before_P, after_P, self._total, sample.weights_sq, sample.step - self._step))
             before_P, self._total, self._step = after_P, sample.weights_sq, sample.step
-        self._sum_sq.replace(snapshot.names, before_P)
+        self._sum_sq.values_P = before_P
         return updates
 
     def is_beyond(self, limit: float, update: Update, sample: Overview) -> bool:
         """Whether the parameters' norm changed by more than the share `limit` per step before this sample.
 
-        Only parameters in both samples are compared. False if there are none; True if elements became non-finite.
+        Of parameters in both samples: False if there are none. True if elements became non-finite.
         """
         before_P, after_P, before, after, num_steps = update
         num_broken = sample.sums[Column.PARAM_NUM_NONFINITE]
@@ -88,3 +94,33 @@ class Movement(Remembers):
         if not 0 < before < math.inf or not after > 0 or num_steps < 1:
             return False
         return abs(math.expm1(min(0.5 * math.log(after / before) / num_steps, 700.0))) > limit
+
+
+class Progress(Remembers):
+    """The newest losses of a training."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_UPDATES + _LOSSES)
+
+    def see(self, loss: float) -> None:
+        """Add the loss of a sample; NaN if it is not known."""
+        self._losses.append(loss)
+
+    def has_fallen(self) -> bool:
+        """Whether the last losses are below those of ten updates before, or the first ones.
+
+        False if losses are not known, or below 0: a loss without a lower bound falls while the parameters explode.
+        """
+        losses = list(self._losses)
+        return 0.0 <= _median(losses[-_LOSSES:]) < _median(losses[:_LOSSES])
+
+    def may_have_risen(self, newest: int = _LOSSES) -> bool:
+        """Whether the newest losses are clearly above all of the ten updates before; True if not known, or below 0."""
+        losses = list(self._losses)
+        before = [loss for loss in losses[:-newest] or losses[:1] if not math.isnan(loss)]
+        return not 0.0 <= _median(losses[-newest:]) <= _CLEARLY * max(before, default=math.nan)
+
+
+def _median(losses: list[float]) -> float:
+    """Return the median; NaN if there are none, or one is NaN."""
+    return math.nan if not losses or any(map(math.isnan, losses)) else statistics.median(losses)

@@ -9,9 +9,8 @@ from typing import Final
 import numpy as np
 
 from .._analysis.baseline import Growth, median_and_scatter, steady_growth
-from .._analysis.depth import DepthTrend
 from .._analysis.formatting import clip_advice, number
-from .._analysis.layers import input_scale
+from .._analysis.layers import DepthTrend, input_scale
 from .._measure.columns import BoolArray, Column, FloatArray, IntArray
 from ..rules._base import FIRST_STEPS, values_of
 from ..snapshot import Snapshot, keys

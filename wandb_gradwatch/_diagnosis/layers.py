@@ -7,8 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from .._analysis.depth import DepthTrend, trend_of
-from .._analysis.layers import dead_units, modules_of, without_inputs
+from .._analysis.layers import DepthTrend, dead_units, modules_of, trend_of, without_inputs
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import Snapshot
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from .._interruptions import raise_interruption
 from ..rules import Alert, Rule
-from ..rules._base import Finding, Level, is_ordinary
-from ..rules._functions import RuleFunction, as_rule
+from ..rules._base import Finding, Level, RuleFunction, as_rule, is_ordinary
 from ..snapshot import Snapshot
 
 _LOGGER: Final = logging.getLogger("wandb_gradwatch")

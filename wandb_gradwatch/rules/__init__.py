@@ -1,17 +1,15 @@
 """Alerts and the rules that raise them: snapshot in, alerts out. Pure; nothing here needs torch or a W&B run."""
 
-from ._base import Alert, Rule
-from ._clipping import TightClipping
+from ._base import Alert, FunctionRule, Rule, rule
 from ._dead import DeadGradient
 from ._exploding import ExplodingGradient
-from ._functions import FunctionRule, rule
 from ._initial import LargeInputs, PoorInitialisation
 from ._loss import LossSpike
 from ._missing import NoGradient
 from ._nonfinite import InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
 from ._parameters import FastParameters
 from ._vanishing import VanishingGradient
-from ._wiring import GradientsNotReset, NegativeLearningRate, NotInOptimizer, UnchangedParameters
+from ._wiring import GradientsNotReset, NegativeLearningRate, NotInOptimizer, TightClipping, UnchangedParameters
 
 __all__ = [
     "Alert",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
@@ -82,12 +82,11 @@ def is_ordinary(snapshot: Snapshot) -> bool:
     Rare samples are the first two steps and samples with NaN or Inf, with a wiring fault that the capture has found, or
     with a learning rate below 0.
     """
-    if any([sample.has_nonfinite or sample.step <= FIRST_STEPS for sample in snapshot.overview]):
-        return False
-    if any([key.startswith(keys.WIRING) for key in snapshot.metrics]):
+    is_rare = any([sample.has_nonfinite or sample.step <= FIRST_STEPS for sample in snapshot.overview])
+    if is_rare or any([key.startswith(keys.WIRING) for key in snapshot.metrics]):
         return False
     bad, rates = values_of(snapshot, keys.NUM_NONFINITE_LOSS), values_of(snapshot, keys.LEARNING_RATE)
-    return not any([num > 0 for num in bad]) and not any([rate < 0 for rate in rates])
+    return not any([num > 0 for num in bad] + [rate < 0 for rate in rates])
 
 
 def values_of(snapshot: Snapshot, key: str) -> list[float]:
@@ -108,19 +107,24 @@ class ShippedRule(Remembers):
     A limit out of bounds would raise an alert always or never, or an exception in the middle of a training.
     """
 
+    title: ClassVar[str]
     bounds: ClassVar[Bounds] = {}  # the smallest and the largest value of each limit
     may_be_none: ClassVar[frozenset[str]] = frozenset()  # the names of limits that None switches off
     is_for_rare_samples: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, (least, largest) in self.bounds.items():
-            value, may_be_none = getattr(self, name), name in self.may_be_none
-            if value is None and may_be_none:
-                continue
-            if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= largest:
+            value, none = getattr(self, name), ", or None" if name in self.may_be_none else ""
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (is_number and least <= float(value) <= largest) and not (none and value is None):
                 span = f"at least {least:g}" if largest == math.inf else f"between {least:g} and {largest:g}"
-                none = ", or None" if may_be_none else ""
                 raise ValueError(f"{type(self).__name__}({name}={value!r}): {name} must be a number, {span}{none}")
+
+    def _finding(
+        self, step: int, fact: str, cause: str, remedy: str, *, layers: str = "", level: Level = "WARN", title: str = ""
+    ) -> Finding:
+        """Return an alert at a step, which its text names first."""
+        return finding(title or self.title, f"Step {step}: {fact}", layers, cause, remedy, step, level)
 
 
 @dataclass(kw_only=True)
@@ -168,3 +172,82 @@ class Rule(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+RuleFunction = Callable[[Snapshot], str | Alert | None]
+
+
+@dataclass(eq=False, repr=False)
+class FunctionRule(Remembers):
+    """A rule that calls a function with every sample.
+
+    Args:
+        judge: called with a snapshot of one sample. Returns a text or an Alert if something is wrong, otherwise None.
+        title: the title of the alerts made from a text.
+        level: the level of the alerts made from a text.
+    """
+
+    judge: RuleFunction
+    _: KW_ONLY
+    title: str
+    level: Level = "WARN"
+
+    def __post_init__(self) -> None:
+        Alert(self.title, "", 0, self.level)  # an invalid title or level raises here, not during training
+
+    def __call__(self, snapshot: Snapshot) -> str | Alert | None:
+        return self.judge(snapshot)
+
+    def __repr__(self) -> str:
+        return f"FunctionRule({getattr(self.judge, '__name__', self.judge)}, title={self.title!r})"
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        for index in range(len(snapshot)):
+            # A single sample keeps its histogram; the histogram of several samples cannot be split.
+            sample = snapshot if len(snapshot) == 1 else snapshot.sample(index)
+            answer = self.judge(sample)
+            if isinstance(answer, Alert):
+                yield answer
+            elif isinstance(answer, str):
+                yield Alert(self.title, answer, int(sample.steps[0]), self.level)
+            elif answer is not None:
+                raise TypeError(f"the rule {self!r} must return a str, an Alert or None, but returned {answer!r}")
+
+
+def rule(*, title: str, level: Level = "WARN") -> Callable[[RuleFunction], FunctionRule]:
+    """Return a decorator that makes a rule of a function from a snapshot of one sample to a text, an Alert or None.
+
+    Example:
+        >>> import torch, wandb_gradwatch
+        >>> @rule(title="Weight too large", level="WARN")
+        ... def weight_too_large(snapshot):
+        ...     norm = snapshot.grad_norm[0, snapshot.names.index("weight")]
+        ...     return f"weight {norm:.3g} at step {snapshot.steps[0]}" if norm > 4 else None
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> memory = wandb_gradwatch.MemorySink()
+        >>> with wandb_gradwatch.watch(model, sinks=[memory], rules=[weight_too_large]):
+        ...     model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        ...     optimizer.step()
+        >>> [alert.text for alert in memory.alerts]
+        ['weight 5 at step 1']
+    """
+    return lambda judge: FunctionRule(judge, title=title, level=level)
+
+
+def as_rule(candidate: object) -> Rule:
+    """Return a rule unchanged, and a function as a rule that has the function's name as its title.
+
+    Raises:
+        TypeError: candidate is neither a rule nor a function.
+    """
+    if isinstance(candidate, type):
+        raise TypeError(
+            f"a rule must be an instance, but {candidate.__name__} is a class; write {candidate.__name__}()"
+        )
+    if isinstance(candidate, Rule):
+        return candidate
+    if callable(candidate):
+        name = getattr(candidate, "__name__", type(candidate).__name__).strip("_<>")
+        return FunctionRule(candidate, title=name.replace("_", " ").capitalize()[:MAX_TITLE])
+    raise TypeError(f"a rule must have check() or be a function from a snapshot to text, but {candidate!r} is neither")

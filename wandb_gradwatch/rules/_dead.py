@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import listing
-from .._analysis.layers import dead_units, feed_nothing, is_held_up, modules_of, num_units, without_inputs
+from .._analysis.layers import dead_units, feed_nothing, is_held_up, leading, modules_of, num_units, without_inputs
 from .._analysis.memory import ALIKE, Streaks
 from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
-from ._base import FROM_1, SHARE, Alert, Bounds, PerKindRule, finding
+from ._base import FROM_1, SHARE, Alert, Bounds, PerKindRule
 
 # S samples, P watched parameters, L modules
 
@@ -96,13 +96,13 @@ class DeadGradient(PerKindRule):
         present_L, empty_now_L = ~np.isnan(recent_NL[-1]), without_inputs(names, dead_P)
         self._pauses |= {modules[place] for place in np.flatnonzero(~present_L)}
         dead_L = self._have_died(snapshot, sample.place, recent_NL[-1], empty_now_L)
-        dead_L = dead_L | self._are_the_same(snapshot, sample.place, recent_NL)
+        dead_L |= self._are_the_same(snapshot, sample.place, recent_NL)
         if self._told:  # a batch that reaches some units for once does not end a fault that was found
             dead_L |= np.isin(modules, list(self._told)) & (np.median(recent_NL[-ALIKE:], axis=0) >= self._least)
         self._told = {modules[place] for place in np.flatnonzero(dead_L)}
         empty = self._empty.see(modules, empty_now_L, present_L)
-        if np.count_nonzero(dead_L):
-            yield self._alert(snapshot, sample.place, recent_NL[-1], np.flatnonzero(dead_L)[::-1].tolist())
+        if self._told:
+            yield self._alert(snapshot.names, sample.step, recent_NL[-1], np.flatnonzero(dead_L)[::-1].tolist())
         elif empty is not None:
             row_L, before_L, chance_L = empty
             empty_L = empty_now_L & (chance_L < _CHANCE) & (row_L >= 2) & (before_L >= self.patience)
@@ -133,25 +133,22 @@ class DeadGradient(PerKindRule):
 
     def _have_died(self, snapshot: Snapshot, sample: int, share_L: FloatArray, empty_L: BoolArray) -> BoolArray:
         """Return which layers have lacked any gradient for longer than chance explains: [L]."""
-        present_L = ~np.isnan(share_L)
-        all_dead_L: BoolArray = share_L == 1.0
+        present_L, all_dead_L = ~np.isnan(share_L), np.equal(share_L, 1.0)
         seen = self._dead.see(modules_of(snapshot.names).names, all_dead_L, present_L)
-        if seen is None:
-            return all_dead_L
-        row_L, before_L, chance_L = seen
-        suddenly_L = all_dead_L & (row_L >= 2)
+        row_L, before_L, chance_L = seen or (np.zeros_like(share_L),) * 3
+        suddenly_L: BoolArray = all_dead_L & (row_L >= 2)
         if suddenly_L.any():
             never_L = suddenly_L & (before_L == 0)
             # Dead units give the next layer inputs of 0. A loss that ignores an output in some samples (a clipped value
             # loss, free bits, a satisfied hinge loss) makes the same zeros, but gives no layer inputs of 0.
             chance_L = np.where(feed_nothing(all_dead_L, empty_L, present_L), chance_L, chance_L ** (1 / ALIKE))
-            suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(snapshot, sample, never_L)
+            suddenly_L &= (chance_L < _CHANCE) | _from_the_start(snapshot, sample, never_L)
             suddenly_L &= ~(never_L & (_are_no_layers(snapshot, sample) | is_held_up(snapshot, sample)))
         return suddenly_L
 
     def _are_the_same(self, snapshot: Snapshot, sample: int, recent: FloatArray) -> BoolArray:
         """Return which layers had too many dead units in all last samples, the same ones as their count is constant."""
-        has_many_L = recent[-1] >= self.max_ratio
+        has_many_L: BoolArray = recent[-1] >= self.max_ratio
         if len(recent) < self.patience or not np.count_nonzero(has_many_L):
             return np.zeros_like(has_many_L)
         size_L = num_units(snapshot, sample)
@@ -182,25 +179,12 @@ class DeadGradient(PerKindRule):
         coins_L = np.minimum(self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9)
         return np.maximum(coins_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
 
-    @staticmethod
-    def _from_the_start(snapshot: Snapshot, sample: int, dead_L: BoolArray) -> BoolArray:
-        """Return `dead_L` if these are all layers from the input up to one and no zero weight explains it; else none.
-
-        Gradients do not pass a weight that is 0 at first, and a few units may be off by chance.
-        """
-        num = int(np.argmin(dead_L)) if not dead_L.all() else 0
-        is_waiting = np.isnan(snapshot.param_norm[sample]).any() or is_held_up(snapshot, sample)
-        if not num or dead_L[num:].any() or is_waiting or num_units(snapshot, sample)[num - 1] < _MIN_UNITS:
-            return np.zeros_like(dead_L)
-        return dead_L
-
-    def _alert(self, snapshot: Snapshot, sample: int, share_L: FloatArray, dead: list[int]) -> Alert:
-        step, modules = int(snapshot.steps[sample]), modules_of(snapshot.names)
-        first = {int(place): name for name, place in zip(snapshot.names[::-1], modules.of_parameter[::-1], strict=True)}
+    def _alert(self, names: tuple[str, ...], step: int, share_L: FloatArray, dead: list[int]) -> Alert:
+        modules = modules_of(names)
+        first = {int(place): name for name, place in zip(names[::-1], modules.of_parameter[::-1], strict=True)}
         fact = (
-            f"Step {step}: the same units of {len(dead)} of {len(modules.names)} layers, more than "
-            f"{100 * self.max_ratio:.0f} % of each, have no gradient in sample after sample; of these layers "
-            f"{first[dead[0]]} is nearest to the output."
+            f"the same units of {len(dead)} of {len(modules.names)} layers, more than {100 * self.max_ratio:.0f} % of "
+            f"each, have no gradient in sample after sample; of these layers {first[dead[0]]} is nearest to the output."
         )
         layers = listing(dead, lambda index: f"{first[index]} {100 * share_L[index]:.0f} %")
         cause = (
@@ -219,31 +203,40 @@ class DeadGradient(PerKindRule):
                 "not clear: either dead units in the first layer, which has no bias, or the data has changed: the "
                 "layers after the first one get their gradients; a look at the batch tells them apart"
             )
-        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
+        return self._finding(step, fact, cause, remedy, layers=layers)
 
     def _empty_alert(self, step: int, modules: tuple[str, ...], place: int, num: int, present_L: BoolArray) -> Alert:
         fact = (
-            f"Step {step}: for {num} samples the weights of {modules[place]} have had no gradient while its bias has "
-            "one: every input of this layer is 0."
+            f"for {num} samples the weights of {modules[place]} have had no gradient while its bias has one: "
+            "every input of this layer is 0."
         )
+        cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
+        remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
         if place == int(np.argmax(present_L)):
             cause = (
                 "not clear: either the data has changed, or a mask or dropout multiplies it by 0: this layer is the "
                 "first, and its inputs are all 0; a look at the batch tells them apart"
             )
             remedy = "check the data, its loading and its normalisation, and masks and dropout on the inputs"
-        else:
-            cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
-            remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+        return self._finding(step, fact, cause, remedy)
+
+
+def _from_the_start(snapshot: Snapshot, sample: int, dead_L: BoolArray) -> BoolArray:
+    """Return `dead_L` if these are all layers from the input up to one and no zero weight explains it; else none.
+
+    Gradients do not pass a weight that is 0 at first, and a few units may be off by chance.
+    """
+    num = leading(dead_L)
+    is_waiting = np.isnan(snapshot.param_norm[sample]).any() or is_held_up(snapshot, sample)
+    is_by_chance = not num or num_units(snapshot, sample)[num - 1] < _MIN_UNITS
+    return np.zeros_like(dead_L) if is_by_chance or is_waiting or dead_L[num:].any() else dead_L
 
 
 def _are_no_layers(snapshot: Snapshot, sample: int) -> BoolArray:
     """Whether modules are a few numbers without a weight, as limits of activations that none reaches yet: [L]."""
     are_weights = ["weight" in name for name in snapshot.names]
-    no_weights_L = np.bincount(modules_of(snapshot.names).of_parameter, are_weights) == 0
-    no_layers_L: BoolArray = no_weights_L & (num_units(snapshot, sample) < _MIN_UNITS)
-    return no_layers_L
+    no_weights_L: BoolArray = np.bincount(modules_of(snapshot.names).of_parameter, are_weights) == 0
+    return no_weights_L & (num_units(snapshot, sample) < _MIN_UNITS)
 
 
 def _alike(share_NL: FloatArray, size_L: FloatArray) -> BoolArray:

@@ -6,20 +6,19 @@ import operator
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from .._analysis.baseline import bounded_exp, evenly_apart, steady_growth
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.memory import PerKind, PerName, Remembers
-from .._analysis.movement import Movement
-from .._analysis.progress import Progress
+from .._analysis.movement import Movement, Progress
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
-from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, finding, values_of
+from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, values_of
 from ._parameters import JUMP
 
 # S samples, P watched parameters, N queued samples
@@ -138,9 +137,8 @@ class _Past(Remembers):
             self.record = max(self.norms)
         self.record = max(self.record - _DECAY, log_norm)
 
-    def passed(self) -> None:
-        """End a spike that has fallen back. The record at most doubles; otherwise one spike would hide the next."""
-        self.survive(min(self.largest_above, self.record + math.log(2)))
+    def end_row(self) -> None:
+        """End the row of norms above the limit."""
         self.num_above, self.largest_above = 0, -math.inf
 
 
@@ -207,21 +205,14 @@ class ExplodingGradient(ShippedRule):
             moved = past.movement.is_beyond(_MOVED, update, sample) and not past.progress.has_fallen()
             found = self._broken(past) if sample.has_nonfinite else self._judge(sample, past, moved)
             if found is not None:
-                yield self._alert(snapshot, sample.place, found)
+                yield self._alert(snapshot, sample, found)
             elif not sample.has_nonfinite:
                 if len(self._unlearnt) == _WINDOW:
                     self._work_out()
                 self._unlearnt.append((snapshot.names, sample.rows[:, Column.GRAD_SUM_SQ]))
 
-    def state_dict(self) -> dict[str, Any]:
-        self._work_out()
-        return super().state_dict()
-
     def _log_limit(self, past: _Past, norms: list[float], gap: int, moved: bool) -> float:
-        """Return the log norm above which the newest norm is too large; a lower number if it is below that anyway.
-
-        `norms` are the newest norm and the earlier ones that are as far apart as the newest two, `gap` steps.
-        """
+        """Return the log norm above which the newest norm is too large; a lower number if it is below that anyway."""
         if self.record_factor is None or not past.num_survived:
             return math.inf
         # Ten steps in a row say little about the hundredth step after them.
@@ -276,11 +267,10 @@ class ExplodingGradient(ShippedRule):
         past.num_above += 1
         grows = log_norm > past.largest_above + math.log(_GROWS)  # norms that stay may scatter as much
         past.largest_above = max(past.largest_above, log_norm)
-        words, factor = self._words(norm, past, limit, small), bounded_exp(past.largest_above - past.record)
-        now = bounded_exp(log_norm - past.record)
-        moved = moved and not past.was_moving
+        factor, now = (bounded_exp(one - past.record) for one in (past.largest_above, log_norm))
+        words, moved = _above(norm, past, limit, small), moved and not past.was_moving
         if past.num_above >= self.adapt_after:
-            past.num_above, past.largest_above = 0, -math.inf
+            past.end_row()
             past.survive(log_norm)
         elif past.num_above > 1 and (moved or (factor > _CLEARLY and grows)):
             return _Found("grows", "ERROR", past.began, f"{words}; it has not fallen back since step {past.began}")
@@ -308,7 +298,9 @@ class ExplodingGradient(ShippedRule):
                 found = _Found("passed, moved", "ERROR", past.began, words)
             elif not moved and _WORTH_A_WORD < factor <= _AT_ONCE:  # above that it was reported at once
                 found = _Found("passed", "INFO", past.began, f"{words}; the parameters have hardly moved")
-            past.passed()
+            # The record at most doubles; otherwise one spike would hide the next.
+            past.survive(min(past.largest_above, past.record + math.log(2)))
+            past.end_row()
         past.survive(log_norm)
         return found
 
@@ -317,17 +309,8 @@ class ExplodingGradient(ShippedRule):
         if not past.num_above:
             return None
         words = f"the gradient norm was {number(bounded_exp(past.largest_above))}, and the next gradient is not finite"
-        past.num_above, past.largest_above = 0, -math.inf
+        past.end_row()
         return _Found("broken", "ERROR", past.began, words)
-
-    def _words(self, norm: float, past: _Past, limit: float, small: float) -> str:
-        log_usual = statistics.median(past.norms[:-1])
-        usual, less = bounded_exp(log_usual), " or less" if log_usual <= small else ""
-        return (
-            f"the gradient norm is {number(norm)}, {number(norm / usual)} times the usual {number(usual)}{less} and "
-            f"{number(norm / bounded_exp(past.record))} times the largest that the run has survived (threshold "
-            f"{number(bounded_exp(limit))})"
-        )
 
     def _work_out(self) -> None:
         """Add the norms that wait to the moving averages of the layers, which only alerts need."""
@@ -344,10 +327,9 @@ class ExplodingGradient(ShippedRule):
                 usual_P += _USUAL_WEIGHT * (log_P - usual_P)
         self._unlearnt.clear()
 
-    def _alert(self, snapshot: Snapshot, sample: int, found: _Found) -> Alert:
-        at = found.step if found.kind in _PAST else int(snapshot.steps[sample])
+    def _alert(self, snapshot: Snapshot, sample: Overview, found: _Found) -> Alert:
         self._work_out()
-        norm_P, usual_P = snapshot.grad_norm[sample], np.exp(self._usual.of(snapshot.names))
+        norm_P, usual_P = snapshot.grad_norm[sample.place], np.exp(self._usual.of(snapshot.names))
         present = np.flatnonzero(norm_P > 0)
         worst = worst_first(norm_P / usual_P if np.isfinite(usual_P[present]).all() else norm_P, present)
         layers = listing(
@@ -357,12 +339,22 @@ class ExplodingGradient(ShippedRule):
                 + (f" (usually {number(usual_P[p])})" if np.isfinite(usual_P[p]) else "")
             ),
         )
-        fact = f"Step {at}: {found.words}."
+        at = found.step if found.kind in _PAST else sample.step
         cause, remedy = _CAUSES[found.kind]
-        remedy = remedy.format(clip=clip_advice(clips=snapshot.clipped[sample] == 1))
-        told = finding(self.title, fact, layers, cause, remedy, found.step, found.level)
-        seen = at if found.kind in ("stays", "moved") else 0
-        return replace(told, kind=found.kind, found_in=int(snapshot.steps[sample]), seen=seen)
+        remedy = remedy.format(clip=clip_advice(clips=snapshot.clipped[sample.place] == 1))
+        told = self._finding(at, f"{found.words}.", cause, remedy, layers=layers, level=found.level)
+        seen = sample.step if found.kind in ("stays", "moved") else 0
+        return replace(told, step=found.step, kind=found.kind, found_in=sample.step, seen=seen)
+
+
+def _above(norm: float, past: _Past, limit: float, small: float) -> str:
+    log_usual = statistics.median(past.norms[:-1])
+    usual, less = bounded_exp(log_usual), " or less" if log_usual <= small else ""
+    return (
+        f"the gradient norm is {number(norm)}, {number(norm / usual)} times the usual {number(usual)}{less} and "
+        f"{number(norm / bounded_exp(past.record))} times the largest that the run has survived (threshold "
+        f"{number(bounded_exp(limit))})"
+    )
 
 
 def _scatter(log_norms: list[float]) -> float:

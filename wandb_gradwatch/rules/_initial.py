@@ -14,13 +14,14 @@ from .._measure.columns import Column
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
 from ..snapshot._shapes import select_samples
-from ._base import FIRST_STEPS, FROM_0, MIN_ELEMENTS, Alert, Bounds, PerKindRule, ShippedRule, finding
+from ._base import FIRST_STEPS, FROM_0, MIN_ELEMENTS, Alert, Bounds, PerKindRule, ShippedRule
 
 # S samples, P watched parameters
 
 _NORMALISATION: Final = re.compile(r"norm|ln|bn", re.IGNORECASE)
 _EXACT: Final = 1e-12  # relative error of a float64 sum of equal numbers
 _MIN_UNITS: Final = 4  # this many equal gradients are not equal by chance
+_EQUAL: Final = "a constant initialisation: equal weights"
 
 
 @dataclass(kw_only=True)
@@ -62,8 +63,13 @@ class PoorInitialisation(PerKindRule):
         if self._is_over or not sample.norm > 0 or sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS:
             return
         self._is_over = True
-        if not _was_trained(snapshot, sample.place) and (found := self._look_at(snapshot, sample.place)) is not None:
-            yield self._alert(sample.step, *found)
+        found = None if _was_trained(snapshot, sample.place) else self._look_at(snapshot, sample.place)
+        if found is not None:
+            fact, cause = found
+            remedy = (
+                "initialise weights with kaiming_normal_ or xavier_uniform_ and the activation's gain, biases near 0"
+            )
+            yield self._finding(sample.step, fact, cause, remedy)
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
         """Return what is wrong with the initial weights, and the cause; None if nothing is."""
@@ -75,37 +81,29 @@ class PoorInitialisation(PerKindRule):
         large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > limits[name]]
         large += [f"{name} {number(rms)}" for name, rms, size in zip(snapshot.names, rms_P, size_P, strict=True)
                   if rms > self.max_rms and name not in gains and size >= MIN_WEIGHTS and "weight" in name]  # fmt: skip
-        if large:
-            words = f"weights are far larger than the size that preserves a signal (1/sqrt(fan-in)): {listing(large)}"
-            return words, "poor initialisation: too large"
         # With a bias far from 0, a unit or a gate is on or off for any input. The last bias may be the targets' mean.
         far = np.flatnonzero(rms_P[:-1] > self.max_bias).tolist()
         shifted = [f"{snapshot.names[p]} {number(rms_P[p])}" for p in far
                    if "bias" in snapshot.names[p] and size_P[p] >= _MIN_UNITS]  # fmt: skip
-        if shifted:
-            return f"biases are far from 0: {listing(shifted)}", "poor initialisation: biases far from 0"
         constant = _constant(snapshot, sample, all_gains)
         # Weights of 0 in blocks that begin as the identity have a gradient; in a network of zeros most have none.
         without_gradient = {snapshot.names[p] for p in np.flatnonzero(snapshot.grad_norm[sample] == 0)}
-        if constant or (len(all_gains) > 1 and not gains and not without_gradient.isdisjoint(all_gains)):
-            names = listing(constant or list(all_gains))
-            words = f"all elements of a weight are equal, and so are all units of its layer: {names}"
-            return words, "a constant initialisation: equal weights"
-        if gains and float(np.median(list(gains.values()))) < self.min_gain:
-            all_of_them = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
-            words = f"the weights are far smaller than the size that preserves a signal: {all_of_them}"
-            return words, "poor initialisation: too small"
+        if len(all_gains) > 1 and not gains and not without_gradient.isdisjoint(all_gains):
+            constant = list(all_gains)
+        is_small = bool(gains) and float(np.median(list(gains.values()))) < self.min_gain
+        small = [f"{name} {number(gain)}x" for name, gain in gains.items() if is_small]
         equal_P = (snapshot.grad_min[sample] == snapshot.grad_max[sample]) & (snapshot.grad_max[sample] != 0)
         equal_P &= (size_P >= _MIN_UNITS) & (rms_P >= 0)
         equal = [name for name, same in zip(snapshot.names, equal_P, strict=True) if same and "bias" in name]
-        if equal:
-            words = f"all units of a layer have equal gradients and can never become different: {listing(equal)}"
-            return words, "a constant initialisation: equal weights"
-        return None
-
-    def _alert(self, step: int, fact: str, cause: str) -> Alert:
-        remedy = "initialise weights with kaiming_normal_ or xavier_uniform_ and the activation's gain, biases near 0"
-        return finding(self.title, f"Step {step}: {fact}.", "", cause, remedy, step, "WARN")
+        signal = "than the size that preserves a signal"
+        faults = (
+            (large, f"weights are far larger {signal} (1/sqrt(fan-in))", "poor initialisation: too large"),
+            (shifted, "biases are far from 0", "poor initialisation: biases far from 0"),
+            (constant, "all elements of a weight are equal, and so are all units of its layer", _EQUAL),
+            (small, f"the weights are far smaller {signal}", "poor initialisation: too small"),
+            (equal, "all units of a layer have equal gradients and can never become different", _EQUAL),
+        )
+        return next(((f"{words}: {listing(names)}.", cause) for names, words, cause in faults if names), None)
 
 
 @dataclass(kw_only=True)
@@ -127,27 +125,23 @@ class LargeInputs(ShippedRule):
         for sample in snapshot.overview:
             if sample.step > FIRST_STEPS or not sample.norm > 0:
                 continue
-            found = input_scale(snapshot, sample.place)
-            if found is not None and found[1] > self.max_scale:
-                self._num_large += 1
-                if self._num_large == 2:
-                    yield self._alert(sample.step, *found)
-
-    def _alert(self, step: int, name: str, scale: float) -> Alert:
-        fact = (
-            f"Step {step}: judging by the gradients of {name} and its bias, the inputs of this layer have a root mean "
-            f"square of about {number(scale)} (threshold {number(self.max_scale)})."
-        )
-        cause = "a large scale of the inputs: they are not normalised"
-        remedy = "normalise the inputs to mean 0 and standard deviation 1, for example divide bytes of images by 255"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+            name, scale = input_scale(snapshot, sample.place) or ("", 0.0)
+            self._num_large += scale > self.max_scale
+            if scale > self.max_scale and self._num_large == 2:
+                fact = (
+                    f"judging by the gradients of {name} and its bias, the inputs of this layer have a root mean "
+                    f"square of about {number(scale)} (threshold {number(self.max_scale)})."
+                )
+                cause = "a large scale of the inputs: they are not normalised"
+                remedy = (
+                    "normalise the inputs to mean 0 and standard deviation 1, for example divide bytes of images by 255"
+                )
+                yield self._finding(sample.step, fact, cause, remedy)
 
 
 def _was_trained(snapshot: Snapshot, sample: int) -> bool:
-    """Whether half of the parameters are frozen, or a normalisation, by its name, no longer has its first values.
-
-    Its weights are all 1 or all 0 at first, and its bias is 0.
-    """
+    """Whether half of the parameters are frozen, or a normalisation no longer has its first values: weights that are
+    all 1 or all 0, a bias of 0."""
     if 2 * np.count_nonzero(snapshot.trainable) <= len(snapshot.names):
         return True
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
@@ -163,9 +157,8 @@ def _was_trained(snapshot: Snapshot, sample: int) -> bool:
 def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> list[str]:
     """Return the names of the weights whose elements all have the same absolute value, other than 0.
 
-    Their root mean square is exactly a float32 number. That of random weights is so at most once in 10,000 layers; that
-    of an identity, with gain 1, is so too, and is left out. So are weights of 1 / fan-in, which take an average on
-    purpose, as DLinear's do at first.
+    Their root mean square is exactly a float32 number; that of random weights is so at most once in 10,000 layers. An
+    identity, with gain 1, is left out, and weights of 1 / fan-in, which take an average on purpose, as DLinear's do.
     """
     found = []
     for name, gain in gains.items():

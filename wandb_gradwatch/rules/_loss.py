@@ -12,7 +12,7 @@ from .._analysis.baseline import median_and_scatter
 from .._analysis.formatting import number
 from .._analysis.memory import PerKind, Remembers
 from ..snapshot import Snapshot, keys
-from ._base import FROM_0, FROM_1, Alert, Bounds, Finding, ShippedRule, finding, values_of
+from ._base import FROM_0, FROM_1, Alert, Bounds, Finding, ShippedRule, values_of
 
 # S samples
 
@@ -116,7 +116,7 @@ class LossSpike(ShippedRule):
                     past.began = sample.step
                 past.above.append(loss)
                 if len(past.above) >= self.stays:
-                    yield replace(self._alert(past, past.began, max(past.above), limit), found_in=sample.step)
+                    yield replace(self._alert(past, limit), found_in=sample.step)
                 if len(past.above) < self.adapt_after:
                     continue
             past.losses += past.above or [loss]
@@ -136,16 +136,15 @@ class LossSpike(ShippedRule):
         self._block, self._last_block = [], median
         if self._num_rises >= _RISES and least > _FAR_ABOVE * self._first > 0:
             fact = (
-                f"Step {step}: the loss has risen to {number(median)}, from at most {number(self._first)} in the first "
-                f"{_TURNED} samples; each of the last {self._num_rises} groups of {_BLOCK} samples is above the one "
-                "before."
+                f"the loss has risen to {number(median)}, from at most {number(self._first)} in the first {_TURNED} "
+                f"samples; each of the last {self._num_rises} groups of {_BLOCK} samples is above the one before."
             )
             cause = (
                 "not clear: either the wrong sign of the loss (or maximize=True in the optimizer), or a learning rate "
                 "that is too high; a run with a tenth of the learning rate tells them apart"
             )
             remedy = "check the sign of the loss and the optimizer's settings; lower the learning rate"
-            yield finding(self.title, fact, "", cause, remedy, step, "WARN")
+            yield self._finding(step, fact, cause, remedy)
 
     def _limit(self, past: _Past, loss: float) -> float:
         """Return the limit for this loss; infinity if the loss is too small for the deviation to matter."""
@@ -170,14 +169,14 @@ class LossSpike(ShippedRule):
             past.below = []
         elif len(past.below) > 1 and max(past.below[-2:]) < limit:
             fact = (
-                f"Step {step}: within {len(past.below)} samples the loss has fallen to {number(loss)}; the "
-                f"{len(past.losses)} samples before were all above 0, the newest about {number(median)}."
+                f"within {len(past.below)} samples the loss has fallen to {number(loss)}; the {len(past.losses)} "
+                f"samples before were all above 0, the newest about {number(median)}."
             )
-            yield finding(self.negative, fact, "", *UNBOUNDED, step, "WARN")
+            yield self._finding(step, fact, *UNBOUNDED, title=self.negative)
 
-    def _alert(self, past: _Past, step: int, loss: float, limit: float) -> Finding:
+    def _alert(self, past: _Past, limit: float) -> Finding:
         fact = (
-            f"Step {step}: the loss has risen to {number(loss)} and stays there; the {len(past.losses)} losses before "
+            f"the loss has risen to {number(max(past.above))} and stays there; the {len(past.losses)} losses before "
             f"were between {number(min(past.losses))} and {number(max(past.losses))} (threshold {number(limit)})."
         )
         cause = (
@@ -187,7 +186,7 @@ class LossSpike(ShippedRule):
         remedy = "look at what changed in the data at this step; lower the learning rate, and clip the gradients"
         half = len(past.above) // 2
         is_falling = half > 0 and sum(past.above[-half:]) < sum(past.above[:half])
-        return finding(self.title, fact, "", cause, remedy, step, "INFO" if is_falling else "WARN")
+        return self._finding(past.began, fact, cause, remedy, level="INFO" if is_falling else "WARN")
 
 
 def _median_and_deviation(losses: list[float]) -> tuple[float, float]:

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import listing, worst_first
-from .._analysis.layers import cancelled_biases
+from .._analysis.layers import cancelled_biases, leading
 from .._analysis.memory import ALIKE, PerName, Streaks
 from .._measure.columns import BoolArray, FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import FROM_1, Alert, Bounds, ShippedRule, finding, values_of
+from ._base import FROM_1, Alert, Bounds, ShippedRule, values_of
 
 # S samples, P watched parameters
 
@@ -27,10 +27,9 @@ def _cut_off(never_P: BoolArray, missing_P: BoolArray, trainable_P: BoolArray) -
 
     An idle expert or an unused head is not cut off: it comes after parameters that do get a gradient.
     """
-    never = never_P[trainable_P]
-    num = int(np.argmin(never)) if not never.all() else 0
+    num = leading(never_P[trainable_P])
     is_cut = bool(num) and not missing_P[trainable_P][num:].any()
-    return never_P & trainable_P if is_cut else np.zeros_like(never_P)
+    return never_P & trainable_P & is_cut
 
 
 @dataclass(kw_only=True)
@@ -126,7 +125,7 @@ class NoGradient(ShippedRule):
         return handed_over_P > newest_P
 
     def _zero_alert(self, step: int, patience: int) -> Alert:
-        fact = f"Step {step}: all gradients have been exactly 0 for {self._num_zero} samples (threshold {patience})."
+        fact = f"all gradients have been exactly 0 for {self._num_zero} samples (threshold {patience})."
         cause = (
             "not clear: either dead units before the loss (an output that is clamped, masked or multiplied by 0), or a "
             "loss that is saturated or constant; whether the outputs change with the inputs tells them apart"
@@ -137,15 +136,15 @@ class NoGradient(ShippedRule):
                 "from the start), or a constant loss; whether the outputs change with the inputs tells them apart"
             )
         remedy = "check what the last layer's output passes through, and the loss; in float16 use a GradScaler"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+        return self._finding(step, fact, cause, remedy)
 
     def _missing_alert(
         self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]
     ) -> Alert:
         missing = worst_first(count_P, late[::-1])  # among those missing equally long, the one nearest the output first
         fact = (
-            f"Step {step}: {len(missing)} of {len(names)} watched parameters have had no gradient for "
-            f"{count_P[missing[-1]]:.0f} samples or more."
+            f"{len(missing)} of {len(names)} watched parameters have had no gradient for {count_P[missing[-1]]:.0f} "
+            "samples or more."
         )
         layers = listing(missing, lambda p: f"{names[p]} ({count_P[p]:.0f} samples)")
         is_cancelled = bool(cancelled_biases(names, count_P > 0)[late].all())
@@ -153,4 +152,4 @@ class NoGradient(ShippedRule):
         if is_cancelled:
             cause = "biases that the loss does not depend on, or that the forward leaves out"
         remedy = "check requires_grad, detach() and torch.no_grad(); pass exclude= for layers frozen on purpose"
-        return finding(self.title, fact, layers, cause, remedy, step, "INFO" if is_cancelled else "WARN")
+        return self._finding(step, fact, cause, remedy, layers=layers, level="INFO" if is_cancelled else "WARN")

@@ -10,7 +10,8 @@ import numpy as np
 from .._analysis.formatting import listing, number
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import FROM_0, FROM_1, Alert, Bounds, ShippedRule, finding, values_of
+from ..snapshot._overview import Overview
+from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, values_of
 
 # S samples, P watched parameters
 
@@ -34,17 +35,14 @@ def _broken_parameter(snapshot: Snapshot, sample: int) -> tuple[str, str] | None
 
 def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
     """Return the first module in the forward with a non-finite output; None if there is none, or no `Activations`."""
-    for key, counts_S in snapshot.metrics.items():
-        if (output := keys.nonfinite_output(key)) is not None and counts_S[sample] > 0:
-            return output
-    return None
+    found = (keys.nonfinite_output(key) for key, counts_S in snapshot.metrics.items() if counts_S[sample] > 0)
+    return next((output for output in found if output is not None), None)
 
 
 @dataclass(kw_only=True)
 class _NonFiniteGradient(ShippedRule):
     """Base of the rules for NaN and Inf. They ignore samples that AMP skipped: LossScaleCollapse checks those."""
 
-    title: ClassVar[str]
     is_for_rare_samples: ClassVar[bool] = True
     what: ClassVar[str]
     counts: ClassVar[str]  # name of the snapshot's array with the number of such elements of each gradient
@@ -56,34 +54,28 @@ class _NonFiniteGradient(ShippedRule):
             if sample.has_nonfinite and (not sample.skipped or sample.left_out):
                 counts_P = getattr(snapshot, self.counts)[sample.place]
                 if np.any(counts_P > 0):
-                    yield self._alert(snapshot, sample.place, counts_P)
+                    yield self._alert(snapshot, sample, counts_P)
 
-    def _alert(self, snapshot: Snapshot, sample: int, counts_P: FloatArray) -> Alert:
+    def _alert(self, snapshot: Snapshot, sample: Overview, counts_P: FloatArray) -> Alert:
         # The backward runs from the last layer to the first: the last one in model order became non-finite first.
-        backward = np.flatnonzero(counts_P > 0)[::-1]
-        num_present = np.count_nonzero(snapshot.present[sample])
-        layers = listing(
-            backward,
-            lambda p: f"{snapshot.names[p]} ({counts_P[p]:.0f} of {snapshot.num_elements[sample, p]:.0f} elements)",
-        )
-        step, rank = int(snapshot.steps[sample]), values_of(snapshot, keys.FIRST_NONFINITE_RANK)[sample]
+        backward, size_P = np.flatnonzero(counts_P > 0)[::-1], snapshot.num_elements[sample.place]
+        num_present = np.count_nonzero(snapshot.present[sample.place])
+        layers = listing(backward, lambda p: f"{snapshot.names[p]} ({counts_P[p]:.0f} of {size_P[p]:.0f} elements)")
+        rank = values_of(snapshot, keys.FIRST_NONFINITE_RANK)[sample.place]
         first, on_rank = ("", "") if math.isnan(rank) else (f", first on rank {rank:.0f}", f", on rank {rank:.0f}")
-        left_out = bool(snapshot.left_out[sample])
-        fact = (
-            f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), "
-            "which "
-        )
-        if snapshot.arose_after_backward[sample]:
+        fact = f"{self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), which "
+        if snapshot.arose_after_backward[sample.place]:
             fact += f"arose after the backward{first}: what the backward left was finite, what the optimizer received "
             fact += "was not."
-            return finding(self.title, fact, layers, _CAUSE_AFTER, _REMEDY_AFTER, step, "ERROR")
+            return self._finding(sample.step, fact, _CAUSE_AFTER, _REMEDY_AFTER, layers=layers, level="ERROR")
         fact += f"the backward reached first in {snapshot.names[backward[0]]}{on_rank}."
-        if (output := _first_nonfinite_output(snapshot, sample)) is not None:
+        if (output := _first_nonfinite_output(snapshot, sample.place)) is not None:
             fact += f" Before that, in the forward, the output of {output} was the first that was not finite."
-        if left_out:
+        if sample.left_out:
             fact += " The training loop left this step out: the gradients were reset before an optimizer used them."
-        cause, remedy = _broken_parameter(snapshot, sample) or (self.cause, self.remedy)
-        return finding(self.title, fact, layers, cause, remedy, step, "WARN" if left_out else "ERROR")
+        cause, remedy = _broken_parameter(snapshot, sample.place) or (self.cause, self.remedy)
+        level: Level = "WARN" if sample.left_out else "ERROR"
+        return self._finding(sample.step, fact, cause, remedy, layers=layers, level=level)
 
 
 @dataclass(kw_only=True)
@@ -129,11 +121,10 @@ class NonFiniteLoss(ShippedRule):
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         for sample, num in zip(snapshot.overview, values_of(snapshot, keys.NUM_NONFINITE_LOSS), strict=True):
-            if not num > 0 or sample.has_nonfinite or (sample.skipped and not sample.left_out):
+            is_reported = sample.has_nonfinite or (sample.skipped and not sample.left_out)
+            if not num > 0 or is_reported or _broken_parameter(snapshot, sample.place) is not None:
                 continue
-            if np.any(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample.place] > 0):
-                continue
-            fact = f"Step {sample.step}: the loss is NaN or infinite (threshold: 0)."
+            fact = "the loss is NaN or infinite (threshold: 0)."
             if (output := _first_nonfinite_output(snapshot, sample.place)) is not None:
                 fact += f" In the forward the output of {output} was the first that was not finite."
             if sample.left_out:
@@ -144,7 +135,7 @@ class NonFiniteLoss(ShippedRule):
                 "operation, tells them apart"
             )
             remedy = "look at the batch and the outputs of this step; add an epsilon to the operation that is found"
-            yield finding(self.title, fact, "", cause, remedy, sample.step, "WARN" if sample.left_out else "ERROR")
+            yield self._finding(sample.step, fact, cause, remedy, level="WARN" if sample.left_out else "ERROR")
 
 
 @dataclass(kw_only=True)
@@ -176,25 +167,22 @@ class LossScaleCollapse(ShippedRule):
             finds_its_place = not self._has_updated and scale > _SETTLED
             stalled, low = self._num_in_a_row >= self.patience and not finds_its_place, scale < self.min_scale
             if stalled or low:
-                yield self._alert(snapshot, sample.place, scale, stalled)
+                yield self._alert(snapshot, sample, scale, stalled)
 
-    def _alert(self, snapshot: Snapshot, sample: int, scale: float, stalled: bool) -> Alert:
-        step = int(snapshot.steps[sample])
-        scale_words = "" if np.isnan(scale) else f", the loss scale is {number(scale)}"
+    def _alert(self, snapshot: Snapshot, sample: Overview, scale: float, stalled: bool) -> Alert:
+        fact = f"the loss scale is {number(scale)}, below {number(self.min_scale)}."
         if stalled:
+            at_scale = "" if math.isnan(scale) else f", the loss scale is {number(scale)}"
             fact = (
-                f"Step {step}: {self._num_in_a_row} updates in a row were skipped "
-                f"(threshold {self.patience}){scale_words}; the model is not learning."
+                f"{self._num_in_a_row} updates in a row were skipped (threshold {self.patience})"
+                f"{at_scale}; the model is not learning."
             )
-        else:
-            fact = f"Step {step}: the loss scale is {number(scale)}, below {number(self.min_scale)}."
-        num_P = snapshot.num_nonfinite[sample]
+        num_P = snapshot.num_nonfinite[sample.place]
         layers = listing(np.flatnonzero(num_P > 0)[::-1], lambda p: f"{snapshot.names[p]} ({num_P[p]:.0f} non-finite)")
-        if np.any(snapshot.num_nan[sample] > 0):
+        cause = "gradients beyond the range of float16, because they have grown or because the model needs bfloat16"
+        if np.any(snapshot.num_nan[sample.place] > 0):
             cause = "the gradients are NaN at any scale: the loss or an operation is broken, not the scale"
-        else:
-            cause = "gradients beyond the range of float16, because they have grown or because the model needs bfloat16"
         remedy = "look for NaN with autocast off, clip after unscale_(), lower the learning rate, or use bfloat16"
-        cause, remedy = _broken_parameter(snapshot, sample) or (cause, remedy)
+        cause, remedy = _broken_parameter(snapshot, sample.place) or (cause, remedy)
         # Only a stalled sample is an ERROR: AMP has not applied it, so a guard that skips it loses nothing.
-        return finding(self.title, fact, layers, cause, remedy, step, "ERROR" if stalled else "WARN")
+        return self._finding(sample.step, fact, cause, remedy, layers=layers, level="ERROR" if stalled else "WARN")

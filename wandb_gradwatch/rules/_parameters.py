@@ -4,21 +4,19 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import clip_advice, listing, number, worst_first
-from .._analysis.layers import MIN_WEIGHTS
+from .._analysis.layers import MIN_WEIGHTS, are_weights
 from .._analysis.memory import PerName
-from .._analysis.movement import Movement, Update, any_parameter, small_squares
-from .._analysis.progress import Progress
-from .._measure.columns import BoolArray, Column, FloatArray
+from .._analysis.movement import Movement, Progress, Update, any_parameter, small_squares
+from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRule, finding, values_of
+from ._base import FROM_1, MIN_ELEMENTS, SHARE, Alert, Bounds, Level, PerKindRule, values_of
 
 # S samples, P watched parameters
 
@@ -44,7 +42,6 @@ JUMP: Final = (  # the cause and the remedy of weights that have leapt
     "rate of the step before tell them apart",
     "check the learning rate's schedule, the batch before, and other code that writes to parameters",
 )
-_DECAY: Final = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
 
 
 @dataclass(kw_only=True)
@@ -94,7 +91,7 @@ class FastParameters(PerKindRule):
         large = [sample for sample in samples if not sample.sums[Column.NUM_ELEMENTS] < MIN_ELEMENTS]
         updates, losses = self._movement.see(snapshot, large), values_of(snapshot, self.metric)
         share_N1 = np.array([[2 * _NOTICED * update.num_steps] for update in updates])
-        are_P = _are_weights(snapshot.names)
+        are_P = are_weights(snapshot.names)  # a bias that jumps switches units off, which other rules find
         with np.errstate(invalid="ignore"):
             have_moved = any_parameter(lambda before, now: (np.abs(now - before) > share_N1 * before) & are_P, updates)
         updated = iter(zip(updates, have_moved, strict=True))
@@ -121,18 +118,18 @@ class FastParameters(PerKindRule):
             self._left_sq = 0.0
             return
         if np.maximum.reduce(self._recent[-1]) > _NOTICED:
-            yield from self._growing(snapshot, sample.place, update.num_steps)
+            yield from self._growing(snapshot, sample, update.num_steps)
         left, shrinking = self._left(snapshot, sample.place), np.zeros(0, dtype=np.intp)
         if np.minimum.reduce(self._recent[-1]) < math.log1p(-_SHRINKS):
             last = np.array(list(self._recent)[-_SHRINK_SAMPLES:])[:, :-1]
             shrinks_P = (last.max(axis=0) < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
             # A decay shrinks most weights. The loss may shrink single ones, but does not halve them so quickly.
-            num_weights = np.count_nonzero(_are_weights(snapshot.names) & (size_P >= MIN_WEIGHTS))
+            num_weights = np.count_nonzero(are_weights(snapshot.names) & (size_P >= MIN_WEIGHTS))
             if 2 * np.count_nonzero(shrinks_P) <= num_weights:
                 shrinks_P &= last.sum(axis=0) < -_AT_ONCE
             shrinking = np.flatnonzero(shrinks_P)
         if left < self.min_left or shrinking.size:
-            yield self._shrinking(snapshot, sample.place, left, shrinking)
+            yield self._shrinking(sample.step, left, shrinking)
 
     def _is_ordinary(self, snapshot: Snapshot, sample: Overview, update: Update) -> bool:
         """Whether this update, which moves no weight far, is too small for a finding, the usual case."""
@@ -169,18 +166,14 @@ class FastParameters(PerKindRule):
         self._recent.extend(change_P for change_P in changes if change_P is not None)
         self._ordinary.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        self._work_out()
-        return super().state_dict()
-
-    def _growing(self, snapshot: Snapshot, sample: int, num_steps: int) -> Iterable[Alert]:
+    def _growing(self, snapshot: Snapshot, sample: Overview, num_steps: int) -> Iterable[Alert]:
         """Yield the alert of weights that have grown too fast, if there are any; the last change took `num_steps`."""
-        step, recent = int(snapshot.steps[sample]), np.sort(list(self._recent), axis=0)
+        step, recent = sample.step, np.sort(list(self._recent), axis=0)
         rate = self.max_first_growth if step <= _EARLY else self.max_growth
         last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
         product_P, since_P, most = recent[:-1].sum(axis=0), num_steps * self._recent[-1], math.log(self.max_factor)
         most_since = most if num_steps == 1 else 2 * most
-        cause, remedy = _CAUSE, _REMEDY + clip_advice(clips=snapshot.clipped[sample] == 1)
+        cause, remedy = _CAUSE, _REMEDY + clip_advice(clips=snapshot.clipped[sample.place] == 1)
         level: Level = "ERROR"
         is_learning = self._progress.has_fallen()
         if len(recent) > 1 and not is_learning and last_P.max() > math.log1p(rate):
@@ -200,16 +193,16 @@ class FastParameters(PerKindRule):
         grown = worst_first(grown_P, np.flatnonzero(grown_P[:-1] > limit))
         norms, have = ("norm", "has") if len(grown) == 1 else ("norms", "have")
         what = f"the {norms} of {len(grown)} of {len(self._names)} parameters {have}"
-        fact = f"Step {step}: {what if grown else 'the norm of all parameters together has'} {words}."
+        fact = f"{what if grown else 'the norm of all parameters together has'} {words}."
         layers = listing(grown, lambda p: f"{self._names[p]} {number(math.exp(min(grown_P[p], 700.0)))} times")
-        yield finding(self.title, fact, layers, cause, remedy, step, level)
+        yield self._finding(step, fact, cause, remedy, layers=layers, level=level)
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
         """Return the share of the first norm that is left, of parameters that are present since the first sample."""
         largest_P = self._largest.of(snapshot.names)
         left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=largest_P > 0))
         if left_sq > 0 and snapshot.column_sums[sample, Column.PARAM_NUM_NONFINITE] == 0:  # usual: all present
-            whole_sq, are_known_P = float(largest_P @ largest_P), (largest_P > 0) & _are_weights(snapshot.names)
+            whole_sq, are_known_P = float(largest_P @ largest_P), (largest_P > 0) & are_weights(snapshot.names)
             self._left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=are_known_P)) / whole_sq
             return math.sqrt(left_sq / whole_sq)
         norm_P = snapshot.param_norm[sample]
@@ -219,16 +212,15 @@ class FastParameters(PerKindRule):
         whole = float(np.linalg.norm(largest_P[here_P]))
         return float(np.linalg.norm(norm_P[here_P])) / whole if whole > 0 else 1.0
 
-    def _shrinking(self, snapshot: Snapshot, sample: int, left: float, shrinking: npt.NDArray[np.intp]) -> Alert:
-        step, cause = int(snapshot.steps[sample]), _DECAY
+    def _shrinking(self, step: int, left: float, shrinking: npt.NDArray[np.intp]) -> Alert:
+        cause = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
         fact = (
-            f"Step {step}: {number(100 * left)} % of the parameters' first norm is left (threshold "
-            f"{number(100 * self.min_left)} %)."
+            f"{number(100 * left)} % of the parameters' first norm is left (threshold {number(100 * self.min_left)} %)."
         )
         if shrinking.size:
             have = "weight has" if len(shrinking) == 1 else "weights have"
             lost = f"lost {number(100 * _SHRINKS)} % or more in each of the last {_SHRINK_SAMPLES} updates"
-            fact = f"Step {step}: {len(shrinking)} {have} {lost}."
+            fact = f"{len(shrinking)} {have} {lost}."
         elif self._recent[-1].min() < -_AT_ONCE:  # a decay by learning rate times weight decay takes less
             cause = (
                 f"not clear: either {cause}, or weights that were loaded or rescaled; what the script does at this "
@@ -240,7 +232,7 @@ class FastParameters(PerKindRule):
             lambda p: f"{self._names[p]} {number(-100 * math.expm1(-lost_P[p]))} % per step",
         )
         remedy = "divide the weight decay by 10; if it is decoupled (AdamW), its product with the learning rate counts"
-        return finding(self.shrinking, fact, layers, cause, remedy, step, "WARN")
+        return self._finding(step, fact, cause, remedy, layers=layers, title=self.shrinking)
 
 
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: float) -> FloatArray | None:
@@ -249,7 +241,7 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: f
     Weights may grow at any speed to this share of the size that preserves a signal.
     """
     before_P, now_P, *_, num_steps = update
-    known_P = _are_weights(names) & (size_P >= MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
+    known_P = are_weights(names) & (size_P >= MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
     if num_steps < 1 or not np.count_nonzero(known_P):
         return None
     before, now = np.add.reduce(before_P), np.add.reduce(now_P)
@@ -268,9 +260,3 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray, share: f
     small = small_P.sum(where=before_P + now_P >= 0) if now > before else 0.0
     ratio_P[-1] = (max(now, small) / max(before, small)) ** (2 if np.count_nonzero(known_P) >= _MANY else 1)
     return 0.5 * np.log(ratio_P) / num_steps
-
-
-@lru_cache(maxsize=16)
-def _are_weights(names: tuple[str, ...]) -> BoolArray:
-    """Whether each parameter is a weight, by its name. A bias that jumps switches units off, which other rules find."""
-    return np.array(["bias" not in name for name in names])

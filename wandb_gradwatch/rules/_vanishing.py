@@ -8,15 +8,14 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, worst_first
-from .._analysis.layers import MIN_WEIGHTS, modules_of
+from .._analysis.layers import MIN_WEIGHTS, depth_trends, modules_of
 from .._analysis.memory import PerName, Streaks
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._overview import Overview
-from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, PerKindRule, finding, values_of
+from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, PerKindRule, values_of
 
 # S samples, P watched parameters, L modules
 
@@ -88,39 +87,37 @@ class VanishingGradient(PerKindRule):
         trends, are_coarse = depth_trends(snapshot, above=self.depth_factor), _are_coarse(snapshot)
         return [(sample, (trends[sample.place], are_coarse[sample.place])) for sample in samples]
 
-    def check_sample(self, snapshot: Snapshot, seen: Overview, value: Any, /) -> Iterable[Alert]:
-        if not seen.norm > 0:
+    def check_sample(self, snapshot: Snapshot, sample: Overview, value: Any, /) -> Iterable[Alert]:
+        if not sample.norm > 0:
             return
-        trend: DepthTrend | None = value[0]
-        sample, small = seen.place, self._is_small(seen.norm)
-        faded = trend is not None and trend.order >= self.min_order
+        trend, is_coarse = value
+        small, faded = self._is_small(sample.norm), trend is not None and trend.order >= self.min_order
         self._num_faded = self._num_faded + 1 if faded else 0
-        self._steepest = max(self._steepest, trend.factor) if faded and trend is not None else 0.0
-        size = float(np.linalg.norm(np.nan_to_num(snapshot.param_norm[sample]))) if small else 0.0
-        is_nothing = seen.norm < _NOTHING * size
-        if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
-            words = (
-                f"the gradient norm is {number(snapshot.total_grad_norm[sample])}, below {number(self.min_norm)} "
-                f"for {self._num_small} samples."
-            )
-            yield self._alert(snapshot, sample, "small", words, range(len(snapshot.names)))
-        elif trend is not None and (
+        self._steepest = max(self._steepest, trend.factor) if faded else 0.0
+        is_nothing = sample.norm < _NOTHING * math.sqrt(sample.sums[Column.PARAM_SUM_SQ])
+        is_steep = trend is not None and (
             self._num_faded >= 3
             if trend.factor > _STEEP
             else self._num_faded >= self.patience and trend.factor > _RECOVERED * self._steepest
-        ):
+        )
+        if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
+            how_long = f"for {self._num_small} samples."
+            words = f"the gradient norm is {number(sample.norm)}, below {number(self.min_norm)} {how_long}"
+            yield self._alert(snapshot, sample, "small", words, range(len(snapshot.names)))
+        elif is_steep:
             words = (
                 f"the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer "
                 f"(threshold {number(self.depth_factor)}x), for {self._num_faded} samples."
             )
-            yield self._alert(snapshot, sample, "faded", words, np.flatnonzero(snapshot.grad_norm[sample] > 0))
-        elif (faint := self._faint_at(snapshot, seen)).size:
+            present = np.flatnonzero(snapshot.grad_norm[sample.place] > 0)
+            yield self._alert(snapshot, sample, "faded", words, present)
+        elif (faint := self._faint_at(snapshot, sample)).size:
             words = (
                 f"the gradients of {len(faint)} of {len(snapshot.names)} parameters have been less than "
                 f"{number(_ROUNDED)} of the largest one for sample after sample: no more than rounding."
             )
             yield self._alert(snapshot, sample, "faint", words, faint)
-        self._num_coarse = self._num_coarse + 1 if value[1] else 0
+        self._num_coarse = self._num_coarse + 1 if is_coarse else 0
         if self._num_coarse >= _CERTAIN:
             words = (
                 f"for {_CERTAIN} samples or more, most gradients are below 2^-14 and their smallest elements are "
@@ -128,22 +125,22 @@ class VanishingGradient(PerKindRule):
             )
             yield self._alert(snapshot, sample, "coarse", words, [])
 
-    def _faint_at(self, snapshot: Snapshot, seen: Overview) -> npt.NDArray[np.intp]:
+    def _faint_at(self, snapshot: Snapshot, sample: Overview) -> npt.NDArray[np.intp]:
         """Return the indices of parameters whose gradients have been tiny beside the largest one for some samples."""
-        names, least = snapshot.names, seen.least_sum_sq
+        names, squares_P = snapshot.names, sample.rows[:, Column.GRAD_SUM_SQ]
         # The usual case, in which no gradient is missing or faint, is clear from the sum of all.
-        is_usual = least > max(LEAST_SUM_SQ, _ROUNDED**2 * seen.sums[Column.GRAD_SUM_SQ])
-        if is_usual or _are_present(names, seen.rows[:, Column.GRAD_SUM_SQ]):
+        is_usual = sample.least_sum_sq > max(LEAST_SUM_SQ, _ROUNDED**2 * sample.sums[Column.GRAD_SUM_SQ])
+        if is_usual or _are_present(names, squares_P):
             self._faint.end(names, 1)
             self._rounded.end(names, 1)
             return np.zeros(0, dtype=np.intp)
-        norm_P = snapshot.grad_norm[seen.place]
+        norm_P = snapshot.grad_norm[sample.place]
         present_P, are_weights_P = norm_P > 0, ~modules_of(names).is_bias
         share_P = norm_P / np.max(norm_P, initial=0.0, where=present_P)
         least_P = self._least_share.of(names)
         np.fmin(least_P, share_P, out=least_P, where=present_P)
         # Behind a gate that opens, as a layer scale of 1e-6 does, gradients rise: only rounding stays what it is.
-        rounded_P = are_weights_P & (seen.rows[:, Column.NUM_ELEMENTS] >= MIN_WEIGHTS)
+        rounded_P = are_weights_P & (sample.rows[:, Column.NUM_ELEMENTS] >= MIN_WEIGHTS)
         rounded_P &= present_P & (share_P < _ROUNDED) & (share_P < _RISES * least_P)
         found_P = self._rounded.last(names, rounded_P, _ROUNDED_FOR, present_P)
         return np.flatnonzero(found_P | self._faint.last(names, present_P & (share_P < _FAINT), _CERTAIN, present_P))
@@ -160,18 +157,16 @@ class VanishingGradient(PerKindRule):
         self._num_small += 1
         return not self._converged
 
-    def _alert(self, snapshot: Snapshot, sample: int, kind: str, words: str, which: npt.ArrayLike) -> Alert:
-        """Return the alert of this kind, with the parameters at the indices `which`."""
-        norm_P, (cause, remedy) = snapshot.grad_norm[sample], _CAUSES[kind]
+    def _alert(self, snapshot: Snapshot, sample: Overview, kind: str, words: str, which: npt.ArrayLike) -> Alert:
+        norm_P, (cause, remedy) = snapshot.grad_norm[sample.place], _CAUSES[kind]
         layers = listing(worst_first(-norm_P, which), lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
-        loss = values_of(snapshot, keys.LOSS)[sample]
+        loss = values_of(snapshot, keys.LOSS)[sample.place]
         if kind == "small" and abs(loss) < _TINY_LOSS:
             cause = (
                 f"not clear: either too small a loss ({number(loss)}), divided too often or of too small a weight, or "
                 "a tiny scale of the targets; a look at the targets tells them apart"
             )
-        step = int(snapshot.steps[sample])
-        return finding(self.title, f"Step {step}: {words}", layers, cause, remedy, step, "WARN")
+        return self._finding(sample.step, words, cause, remedy, layers=layers)
 
 
 def _are_present(names: tuple[str, ...], squares_P: FloatArray) -> bool:

@@ -4,9 +4,8 @@ from typing import Final
 
 import numpy as np
 
-from ..._analysis.depth import branch_of
 from ..._analysis.formatting import number
-from ..._analysis.layers import modules_of
+from ..._analysis.layers import branch_of, modules_of
 from ..._measure.columns import Column
 from ..causes import BACKWARD, BATCH_NORM, DEPTH, DEVIATION, FADING, RECURRENCE, SATURATION, Diagnosis
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
