@@ -38,16 +38,12 @@ class _Commands(click.Group):
             click.echo("\nStopped.", err=True)
             context.exit(130)
         except Exception as error:
-            if context.params["debug"] or not _is_for_the_user(error):
+            # The messages for bad input, a missing file or extra, and of errors of W&B say what to do.
+            of_wandb: type[Exception] = getattr(sys.modules.get("wandb"), "Error", ValueError)
+            is_for_the_user = isinstance(error, (ValueError, RuntimeError, OSError, ImportError, of_wandb))
+            if context.params["debug"] or not is_for_the_user:
                 raise
             raise click.ClickException(str(error)) from error
-
-
-def _is_for_the_user(error: Exception) -> bool:
-    """Return whether the message says what to do: for bad input, a missing file or extra, or an error of W&B."""
-    wandb = sys.modules.get("wandb")
-    kinds: tuple[type[Exception], ...] = (ValueError, RuntimeError, OSError, ImportError)
-    return isinstance(error, kinds if wandb is None else (*kinds, wandb.Error))
 
 
 def _examples(command: str, *examples: str) -> str:
