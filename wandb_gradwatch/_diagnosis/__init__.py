@@ -18,7 +18,7 @@ from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import select_samples
 from .causes import APART, BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
-from .patterns import depth, incidents, parameters, silence
+from .patterns import incidents, layers, parameters
 
 __all__ = ["CAUSES", "FIRST_BAD_OPERATION", "Diagnosis", "diagnose", "with_diagnosis"]
 
@@ -27,10 +27,10 @@ FIRST_BAD_OPERATION: Final = "first_bad_operation"  # the note of a step that wa
 # Of two equally probable causes the earlier one is named first.
 _PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (
     parameters.learning_rate, parameters.initialisation,
-    depth.through_depth, depth.through_recurrence, depth.fading, depth.batch_norm,
-    silence.underflow, silence.scale_too_high, silence.dead_units, silence.frozen,
+    layers.through_depth, layers.through_recurrence, layers.fading, layers.batch_norm,
+    layers.underflow, layers.scale_too_high, layers.dead_units, layers.frozen,
     incidents.bad_batch, incidents.bad_rank, incidents.invalid_operation, incidents.nonfinite_batch,
-    incidents.broken_by_update, parameters.data_scale, incidents.forward_overflow, depth.inside_the_backward,
+    incidents.broken_by_update, parameters.data_scale, incidents.forward_overflow, layers.inside_the_backward,
     parameters.loss_multiplied, parameters.written, parameters.multiplied, parameters.unbounded,
     parameters.leapt_unseen,
 )  # fmt: skip

@@ -16,12 +16,10 @@ from .._measure.columns import BoolArray, Column, FloatArray, IntArray
 from ..rules._base import FIRST_STEPS, values_of
 from ..snapshot import Snapshot, keys
 from .layers import Layers
-from .parameters import Parameters
+from .parameters import MIN_NEIGHBOURS, NEIGHBOURS, Parameters
 
 # S samples, N clean samples
 
-NEIGHBOURS: Final = 16  # number of samples, before or after, that define what is usual
-_MIN_NEIGHBOURS: Final = 5
 _SUDDEN, _CALM = math.log(5.0), math.log(3.0)  # log of norm / usual norm: least at an onset, most in the sample before
 _RECENT: Final = 12  # number of newest samples in which the fault of an alert begins
 _ROSE: Final = 3.0  # least learning rate / previous one at a rise; a warm-up schedule reaches 2 at most
@@ -109,7 +107,7 @@ class Evidence:
     def onset(self) -> Onset | None:
         """The newest of the last samples in which the norm has left its usual level at once."""
         past_N = self.log_norm_N
-        for place in range(len(past_N) - 1, max(_MIN_NEIGHBOURS, len(past_N) - _RECENT) - 1, -1):
+        for place in range(len(past_N) - 1, max(MIN_NEIGHBOURS, len(past_N) - _RECENT) - 1, -1):
             usual = float(np.median(past_N[max(place - NEIGHBOURS, 0) : place]))
             if past_N[place] - usual >= _SUDDEN and past_N[place - 1] - usual <= _CALM:
                 return Onset(int(self.clean[place]), math.exp(min(float(past_N[place]) - usual, 700.0)))
@@ -202,7 +200,7 @@ class Evidence:
         """Whether the loss is near the range of those before it, so that nothing in the forward made this gradient."""
         before = self.loss_S[self.clean[self.clean < sample][-NEIGHBOURS:]]
         before = before[np.isfinite(before)]
-        if len(before) < _MIN_NEIGHBOURS:
+        if len(before) < MIN_NEIGHBOURS:
             return len(before) > 1 and bool(0 <= self.loss_S[sample] <= before.max())
         return bool(abs(self.loss_S[sample] - (before.min() + before.max()) / 2) <= np.ptp(before))
 
@@ -271,6 +269,15 @@ class Evidence:
         """The logs of the clean samples' total norms: [N]."""
         return np.log(self.history.total_grad_norm[self.clean])
 
+    def log_norms_before(self, sample: int) -> FloatArray:
+        """Return the logs of the norms of the clean samples before a sample."""
+        return self.log_norm_N[self.clean < sample]
+
+    def had_grown(self, sample: int) -> bool:
+        """Whether the last clean norm before a sample was more than 10 times the usual one."""
+        before = self.log_norms_before(sample)[-NEIGHBOURS - 1 :]
+        return len(before) > 0 and bool(before[-1] > np.median(before) + math.log(10))
+
     @cached_property
     def growth(self) -> tuple[Growth, int] | None:
         """The last steady rise of the norm by a factor of 20 or more, and its last sample; None if there is none."""
@@ -288,7 +295,7 @@ class Evidence:
         spikes. Smaller high norms right after a spike belong to it. The last sample has neighbours on one side only.
         """
         found = []
-        place = _MIN_NEIGHBOURS
+        place = MIN_NEIGHBOURS
         while place < len(self.log_norm_N):
             before = self.log_norm_N[max(place - NEIGHBOURS, 0) : place]
             after = self.log_norm_N[place + 1 : place + 1 + NEIGHBOURS]
@@ -307,7 +314,7 @@ class Evidence:
     def last_spike(self) -> int | None:
         """The newest sample if its norm is 10 times the largest of the 16 before it; otherwise the last lone spike."""
         past_N = self.log_norm_N
-        if len(past_N) > _MIN_NEIGHBOURS and past_N[-1] > past_N[-NEIGHBOURS - 1 : -1].max() + np.log(10):
+        if len(past_N) > MIN_NEIGHBOURS and past_N[-1] > past_N[-NEIGHBOURS - 1 : -1].max() + np.log(10):
             return int(self.clean[-1])
         return self.spikes[-1][0] if self.spikes else None
 

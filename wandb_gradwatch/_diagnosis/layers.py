@@ -11,6 +11,7 @@ from .._analysis.depth import DepthTrend, trend_of
 from .._analysis.layers import dead_units, modules_of, without_inputs
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import Snapshot
+from .parameters import NEIGHBOURS
 
 # S samples, P watched parameters, L modules, N clean samples
 
@@ -84,11 +85,15 @@ class Layers:
             return False
         return True if share_NL[-1, place + 1] < 1.0 else None
 
+    def all_bad(self, sample: int) -> bool:
+        """Whether the gradient of every module that has one is not finite."""
+        return bool((self.by_module.num_nonfinite[sample, self.by_module.present[sample]] > 0).all())
+
     def rise_at(self, sample: int, *, of_parameters: bool = False) -> FloatArray:
-        """Return each module's norm in a sample / its median in the 16 clean samples before, NaN if unknown: [L]; or
+        """Return each module's norm in a sample / its median in the clean samples before, NaN if unknown: [L]; or
         the same ratio for each parameter: [P]."""
         norm_SN = (self.history if of_parameters else self.by_module).grad_norm
-        before = self.clean[self.clean < sample][-16:]
+        before = self.clean[self.clean < sample][-NEIGHBOURS:]
         with np.errstate(divide="ignore", invalid="ignore"):
             rise_N = norm_SN[sample] / _median_or_nan(norm_SN[before])
         return np.where(np.isfinite(rise_N), rise_N, np.nan)

@@ -16,14 +16,14 @@ from ..snapshot import Snapshot, keys
 
 _MAX_MOVEMENT: Final = 0.08
 _MAX_FIRST_MOVEMENT: Final = 0.15
-FIRST_STEPS: Final = 5
+FIRST_UPDATES: Final = 5  # steps up to which an adaptive optimizer makes large updates
 MAX_LEAP: Final = 0.5
 # Change of the parameters' norm by one update; a healthy update makes a tenth of it once a run is under way.
 _MIN_JUMP: Final = 0.005
 _UNSEEN_LEAP: Final = 5.0  # the same by all updates between two samples; a healthy weight grows by 1.7 in a hundred
 _JUMP_FACTOR: Final = 20.0
-_JUMP_NEIGHBOURS: Final = 16  # number of earlier updates that a jump is compared with
-_MIN_JUMP_NEIGHBOURS: Final = 5
+NEIGHBOURS: Final = 16  # number of samples, or of updates, that define what is usual
+MIN_NEIGHBOURS: Final = 5
 _MOVEMENT_SAMPLES: Final = 5
 _MIN_ELEMENTS: Final = 16  # least size of a parameter that is compared with others
 _UNUSUAL: Final = 3.0  # multiple of the largest before from which a gradient or learning rate may explain an update
@@ -86,7 +86,7 @@ class Parameters:
 
     def _movement_limit(self, samples_N: IntArray) -> FloatArray:
         """Return the speed allowed from these samples on: [N]. The first steps of adaptive optimizers are large."""
-        return np.where(self.history.steps[samples_N] <= FIRST_STEPS, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
+        return np.where(self.history.steps[samples_N] <= FIRST_UPDATES, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
 
     @cached_property
     def leap(self) -> int | None:
@@ -96,24 +96,23 @@ class Parameters:
         return next((sample for sample in samples[changes > MAX_LEAP].tolist() if sample not in spiky), None)
 
     def update_before(self, sample: int) -> tuple[float, float] | None:
-        """Return the change by the update before a sample, and the largest of up to 16 before; None if unknown."""
+        """Return the change by the update before a sample, and the largest of those before it; None if unknown."""
         changes, samples = self.changes
         place = int(np.searchsorted(samples, sample - 1))
-        if place < _MIN_JUMP_NEIGHBOURS or place == len(samples) or samples[place] != sample - 1:
+        if place < MIN_NEIGHBOURS or place == len(samples) or samples[place] != sample - 1:
             return None
-        return float(changes[place]), float(changes[max(place - _JUMP_NEIGHBOURS, 0) : place].max())
+        return float(changes[place]), float(changes[max(place - NEIGHBOURS, 0) : place].max())
 
     def leapt_unseen(self, sample: int) -> bool:
-        """Whether the parameters' norm grew manifold in unmeasured steps just before a sample, whose gradient then is a
-        consequence."""
+        """Whether the parameters' norm grew manifold in unmeasured steps just before, so that the gradient follows."""
         return sample > 0 and self.num_updates_from(sample - 1) > 1 and self.change_from(sample - 1) > _UNSEEN_LEAP
 
     def leapt(self, sample: int) -> tuple[str, float, float] | None:
-        """Return a parameter whose norm the update before a sample changed by more than half, and by far more than the
-        updates before: its name, its norm before and its norm now. It may be small beside all other parameters."""
-        first = max(sample - 1 - _JUMP_NEIGHBOURS, 0)
+        """Return a parameter, of any size, whose norm the update before a sample changed by more than half, and by far
+        more than the updates before: its name, its norm before and its norm now."""
+        first = max(sample - 1 - NEIGHBOURS, 0)
         num = sample - first
-        if num <= _MIN_JUMP_NEIGHBOURS or np.ptp(self.history.steps[first : sample + 1]) != num:
+        if num <= MIN_NEIGHBOURS or np.ptp(self.history.steps[first : sample + 1]) != num:
             return None
         norm_SP = self.history.param_norm[first : sample + 1]
         change_SP = np.abs(np.diff(norm_SP, axis=0))
@@ -125,12 +124,11 @@ class Parameters:
     @cached_property
     def jump(self) -> tuple[float, int] | None:
         """An update just before a spike that moved the parameters far more than any before it, as no bad batch does:
-        its change / the largest of the 16 changes before, and its sample; None if there is none."""
+        its change / the largest of the changes before, and its sample; None if there is none."""
         for spike, _ in self.spikes:
-            if (found := self.update_before(spike)) is not None and found[0] >= _MIN_JUMP:
-                factor = found[0] / max(found[1], 1e-12)
-                if factor > _JUMP_FACTOR:
-                    return factor, spike - 1
+            change, most_before = self.update_before(spike) or (0.0, 0.0)
+            if change >= _MIN_JUMP and (factor := change / max(most_before, 1e-12)) > _JUMP_FACTOR:
+                return factor, spike - 1
         return None
 
     @cached_property
@@ -138,25 +136,20 @@ class Parameters:
         """An update that changed the parameters' norm far more than any before, although neither the gradient nor the
         known learning rate was unusual: the relative change, and its sample; None if there is none."""
         changes, samples = self.changes
-        rate_S = self.history.metrics.get(keys.LEARNING_RATE)
-        if rate_S is None:
-            return None
-        norm_S = self.history.total_grad_norm
-        for place in range(_MIN_JUMP_NEIGHBOURS, len(samples)):
-            before, sample = slice(max(place - _JUMP_NEIGHBOURS, 0), place), int(samples[place])
-            if changes[place] < max(_MIN_JUMP, _JUMP_FACTOR * float(changes[before].max())):
+        rate_S, norm_S = self.history.metrics.get(keys.LEARNING_RATE), self.history.total_grad_norm
+        for place in range(MIN_NEIGHBOURS, len(samples) if rate_S is not None else 0):
+            before, sample = slice(max(place - NEIGHBOURS, 0), place), int(samples[place])
+            is_far = changes[place] >= max(_MIN_JUMP, _JUMP_FACTOR * float(changes[before].max()))
+            if not is_far or self.num_updates_from(sample) > 1:  # of several updates, some gradients are not known
                 continue
-            if self.num_updates_from(sample) > 1:  # some of their gradients were not measured
-                continue
-            usual = samples[before]
-            if all(0 <= v[sample] <= _UNUSUAL * float(v[usual].max()) for v in (rate_S, norm_S)):
+            if all(0 <= v[sample] <= _UNUSUAL * float(v[samples[before]].max()) for v in (rate_S, norm_S)):
                 return float(changes[place]), sample
         return None
 
     def was_moving(self, sample: int) -> bool:
         """Whether two of the last updates before a sample were already larger than any training survives."""
         changes, samples = self.changes
-        is_before = (samples < sample) & (samples >= sample - _JUMP_NEIGHBOURS)
+        is_before = (samples < sample) & (samples >= sample - NEIGHBOURS)
         return bool(np.count_nonzero(changes[is_before] > self._movement_limit(samples[is_before])) > 1)
 
     def grow_alike(self, sample: int) -> bool:
