@@ -77,8 +77,11 @@ class Evidence:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Facts about the parameters."""
         return Parameters(self.history, self.spikes)
+
+    @cached_property
+    def layers(self) -> Layers:
+        return Layers(self.history, self.clean, self.modules)
 
     @cached_property
     def rate_rise(self) -> RateRise | None:
@@ -119,14 +122,14 @@ class Evidence:
 
         False if the parameters begin to move far only some updates later: then no batch has moved them.
         """
-        update = None if self.onset is None else self.parameters.update_before(self.onset.sample)
-        if self.onset is None or update is None or not update[0] <= _ORDINARY * update[1] or self.rate_rise is not None:
+        if self.onset is None or self.rate_rise is not None:
             return False
-        if self.parameters.was_moving(self.onset.sample) or (self.growth and self.growth[1] >= self.onset.sample):
+        sample = self.onset.sample
+        update, (changes, samples) = self.parameters.update_before(sample), self.parameters.changes
+        if update is None or not update[0] <= _ORDINARY * update[1] or self.parameters.was_moving(sample):
             return False
-        changes, samples = self.parameters.changes
-        moved = samples[(changes > _FAR) & (samples >= self.onset.sample)]
-        return not moved.size or bool(moved[0] <= self.onset.sample + 1)
+        moved = samples[(changes > _FAR) & (samples >= sample)]
+        return not (self.growth and self.growth[1] >= sample) and not (moved.size and moved[0] > sample + 1)
 
     @cached_property
     def fading(self) -> DepthTrend | None:
@@ -136,8 +139,7 @@ class Evidence:
 
     @property
     def began_to_fade(self) -> bool:
-        """Whether at the first step of the training the norm fell by less than half of its later fall, on a log scale:
-        then the initial weights are not the cause of `fading`."""
+        """Whether the norm fell by less than half as much (of the log) at first: no initial weights caused it."""
         first = self.layers.first_depth
         if self.fading is None or first is None or self.step(0) > FIRST_STEPS:
             return False
@@ -147,11 +149,6 @@ class Evidence:
     def is_early(self) -> bool:
         """Whether the training has just begun, so that updates have made the changes, and not other data."""
         return self.step(-1) <= _EARLY
-
-    @cached_property
-    def layers(self) -> Layers:
-        """Facts about the layers, in the model's order."""
-        return Layers(self.history, self.clean, self.modules)
 
     @cached_property
     def first_bad(self) -> int | None:
@@ -212,11 +209,10 @@ class Evidence:
     @cached_property
     def first_ratio(self) -> float:
         """The norm of the first gradient / the norm of the parameters, before any update; NaN if not measured."""
-        first = int(self.clean[0]) if self.clean.size else None
-        if first is None or self.step(first) > FIRST_STEPS:
+        if not self.clean.size or self.step(self.clean[0]) > FIRST_STEPS:
             return math.nan
-        weights = float(np.sqrt(np.nansum(self.history.column(Column.PARAM_SUM_SQ)[first])))
-        return float(self.history.total_grad_norm[first]) / weights if weights > 0 else math.nan
+        weights = math.sqrt(np.nansum(self.history.column(Column.PARAM_SUM_SQ)[self.clean[0]]))
+        return float(self.history.total_grad_norm[self.clean[0]]) / weights if weights > 0 else math.nan
 
     @property
     def is_of_large_data(self) -> bool:
@@ -226,8 +222,8 @@ class Evidence:
 
     @cached_property
     def grows_inside(self) -> str:
-        """Evidence, as a text, that the layers between input and loss have made a large first gradient: the inputs
-        and the gradient of the last bias are ordinary. "" if that is not known."""
+        """Evidence, as a text, that the layers have made a large first gradient: inputs and output's gradient are
+        ordinary. "" if that is not known."""
         if not self.first_ratio > _DECIDES * FIRST_GRADIENT:
             return ""
         first, name = int(self.clean[0]), self.history.names[-1]

@@ -137,7 +137,9 @@ class Parameters:
         known learning rate was unusual: the relative change, and its sample; None if there is none."""
         changes, samples = self.changes
         rate_S, norm_S = self.history.metrics.get(keys.LEARNING_RATE), self.history.total_grad_norm
-        for place in range(MIN_NEIGHBOURS, len(samples) if rate_S is not None else 0):
+        if rate_S is None:
+            return None
+        for place in range(MIN_NEIGHBOURS, len(samples)):
             before, sample = slice(max(place - NEIGHBOURS, 0), place), int(samples[place])
             is_far = changes[place] >= max(_MIN_JUMP, _JUMP_FACTOR * float(changes[before].max()))
             if not is_far or self.num_updates_from(sample) > 1:  # of several updates, some gradients are not known
