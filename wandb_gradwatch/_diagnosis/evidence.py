@@ -15,8 +15,7 @@ from .._analysis.layers import input_scale
 from .._measure.columns import BoolArray, Column, FloatArray, IntArray
 from ..rules._base import FIRST_STEPS, values_of
 from ..snapshot import Snapshot, keys
-from .layers import Layers
-from .parameters import MIN_NEIGHBOURS, NEIGHBOURS, Parameters
+from .facts import MIN_NEIGHBOURS, NEIGHBOURS, Layers, Parameters
 
 # S samples, N clean samples
 

@@ -12,7 +12,7 @@ from ...snapshot import keys
 from .. import causes
 from ..causes import Diagnosis
 from ..evidence import Evidence
-from ..parameters import NEIGHBOURS
+from ..facts import NEIGHBOURS
 
 # S samples, L modules
 

@@ -14,7 +14,7 @@ from ...snapshot.keys import forecast_key
 from .. import causes
 from ..causes import Diagnosis
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
-from ..parameters import FIRST_UPDATES, NEIGHBOURS
+from ..facts import FIRST_UPDATES, NEIGHBOURS
 from .incidents import OTHER_DATA
 from .parameters import FIRST_SCALE, initialisation
 

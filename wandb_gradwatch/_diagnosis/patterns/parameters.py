@@ -10,7 +10,7 @@ from ...rules._loss import UNBOUNDED
 from .. import causes
 from ..causes import Diagnosis
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
-from ..parameters import FIRST_UPDATES, MAX_LEAP, NEIGHBOURS
+from ..facts import FIRST_UPDATES, MAX_LEAP, NEIGHBOURS
 
 _MULTIPLIED: Final = 10.0  # multiple of the usual loss and gradient; less may be an unusual batch
 _ALIKE: Final = 2.0  # largest ratio between the factors of the loss and of all layers
