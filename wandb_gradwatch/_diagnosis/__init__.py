@@ -197,4 +197,4 @@ def _onset_in(values_S: FloatArray, seen_S: BoolArray) -> int | None:
 
 
 def _at(history: Snapshot, sample: int, values_S: FloatArray) -> str:
-    return f"{int(history.steps[sample])} ({number(float(values_S[sample]))})"
+    return f"{int(history.steps[sample])} ({number(values_S[sample])})"

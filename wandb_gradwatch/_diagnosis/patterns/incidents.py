@@ -88,7 +88,7 @@ def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
     before = np.exp(evidence.log_norms_before(sample)[-NEIGHBOURS:])
     words = f"at step {evidence.step(sample)} {'every layer' if is_everywhere else 'the loss'} is non-finite"
     if len(before):
-        words += f", after norms of {number(float(before.min()))} to {number(float(before.max()))} before it"
+        words += f", after norms of {number(before.min())} to {number(before.max())} before it"
     words += evidence.note_of(sample)
     remedy = (
         "check the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
@@ -118,7 +118,7 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
     words = (
         f"{len(broken)} of {len(num_bad_P)} parameters are no longer finite at step {step}, first "
         f"{evidence.history.names[broken[0]]}, but the gradients of the update before it were finite, with a norm of "
-        f"{number(float(np.exp(before[-1])))}"
+        f"{number(np.exp(before[-1]))}"
     )
     remedy = (
         "load the last good checkpoint, keep parameters and the optimizer's state in float32, and check its eps and "

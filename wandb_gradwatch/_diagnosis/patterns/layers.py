@@ -134,7 +134,7 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
         return None  # a recurrence multiplies the gradient itself
     words = (
         f"at step {evidence.step(sample)} the norm is the usual one from {names[after[-1]]} back to {names[after[0]]}, "
-        f"and {number(float(rise_L[raised].max()))}x the usual one from {names[raised[-1]]} back"
+        f"and {number(rise_L[raised].max())}x the usual one from {names[raised[-1]]} back"
     )
     remedy = (
         f"check the code between {names[raised[-1]]} and {names[after[0]]}: a custom torch.autograd.Function, a "
@@ -165,7 +165,7 @@ def fading(evidence: Evidence) -> Diagnosis | None:
     gains = [gain / usual for gain in evidence.parameters.gains.values() if gain > 0]
     shrinks = -float(np.sum(np.log(gains))) if len(gains) >= 4 else 0.0
     if evidence.step(0) <= 10 and not evidence.began_to_fade and shrinks > 0.5 * np.log(trend.factor):
-        words += f", and the weights of {len(gains)} layers alone make it {number(float(np.exp(shrinks)))}x"
+        words += f", and the weights of {len(gains)} layers alone make it {number(np.exp(shrinks))}x"
         rival = "" if unsaturated and not kind else f"{causes.SATURATION}; the outputs of the layers tell them apart"
         remedy = "use residual connections or normalisation, and Kaiming or Xavier initialisation"
         return Diagnosis(causes.FADING, 0.85, words, remedy, rival)
@@ -196,7 +196,7 @@ def batch_norm(evidence: Evidence) -> Diagnosis | None:
     name = evidence.layers.by_module.names
     words = (
         f"from one sample to the next the norm of {name[wild]}, before the normalisation {name[last]}, changes "
-        f"{number(float(np.exp(scatter_L[wild])))}x, after it {number(float(np.exp(calm)))}x"
+        f"{number(np.exp(scatter_L[wild]))}x, after it {number(np.exp(calm))}x"
     )
     remedy = "use batches of at least 8, GroupNorm or LayerNorm, or SyncBatchNorm"
     return Diagnosis(causes.BATCH_NORM, 0.9, words, remedy)
@@ -216,7 +216,7 @@ def underflow(evidence: Evidence) -> Diagnosis | None:
         return None
     words = (
         f"{100 * zeros:.0f} % of the elements are exactly 0 and the smallest others are "
-        f"{number(float(steps_NP.min()))} x 2^-24, where float16 ends" + _lost_digits(evidence, float(scale_N[-1]))
+        f"{number(steps_NP.min())} x 2^-24, where float16 ends" + _lost_digits(evidence, float(scale_N[-1]))
     )
     octaves = forecast(history)[forecast_key("fp16", "headroom")]
     fits = f" (up to 2^{int(octaves)} the largest gradient seen still fits)" if octaves >= 1 else ""

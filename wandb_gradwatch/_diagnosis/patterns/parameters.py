@@ -166,7 +166,7 @@ def unbounded(evidence: Evidence) -> Diagnosis | None:
     known_S = loss_S[: begins + 1][np.isfinite(loss_S[: begins + 1])]
     if not known_S.size or not loss_S[last] < min(0.0, lower * float(np.min(known_S))):
         return None
-    words += f", while the loss fell from {number(float(known_S[-1]))} to {number(float(loss_S[last]))}"
+    words += f", while the loss fell from {number(known_S[-1])} to {number(loss_S[last])}"
     cause, remedy = UNBOUNDED
     return Diagnosis(cause, 0.95, words, remedy, _OR_RATE if lower == _FAR_LOWER else "")
 
@@ -259,8 +259,8 @@ def loss_multiplied(evidence: Evidence) -> Diagnosis | None:
     if not rise[-1] > _MULTIPLIED or not np.nanmax(rise) < _ALIKE * np.nanmin(rise):
         return None
     words = (
-        f"at step {evidence.step(onset.sample)} the loss is {number(float(rise[-1]))}x the usual one, and so is the "
-        f"gradient of every layer, {number(float(np.nanmin(rise[:-1])))}x to {number(float(np.nanmax(rise[:-1])))}x"
+        f"at step {evidence.step(onset.sample)} the loss is {number(rise[-1])}x the usual one, and so is the "
+        f"gradient of every layer, {number(np.nanmin(rise[:-1]))}x to {number(np.nanmax(rise[:-1]))}x"
     )
     remedy = "check what changed in the loss at this step: its reduction, its weight, a missing division"
     return Diagnosis(causes.LOSS_SCALE, 0.95, words, remedy)
