@@ -18,8 +18,8 @@ import torch
 from grad_samples import of_norms
 from gradients import Chosen, watch
 
-from wandb_gradwatch._diagnosis import with_diagnosis
-from wandb_gradwatch._diagnosis.onset import rate_rise, which_moved_first
+from wandb_gradwatch._diagnosis import which_moved_first, with_diagnosis
+from wandb_gradwatch._diagnosis.evidence import Evidence
 from wandb_gradwatch._runtime.autograd import backward_root
 from wandb_gradwatch.rules import Alert, LossSpike, NonFiniteLoss, default_rules
 from wandb_gradwatch.sinks._history_row import HistoryRow
@@ -323,7 +323,7 @@ def test_a_warm_up_between_samples_is_no_rise_of_the_learning_rate(
     steps: list[int], rates: list[float], rises: bool
 ) -> None:
     history = replace(of_losses([1.0] * 4), steps=np.array(steps), metrics={keys.LEARNING_RATE: np.array(rates)})
-    assert (rate_rise(history) is not None) == rises
+    assert (Evidence(history, {}, {}, 1).rate_rise is not None) == rises
 
 
 def test_a_backward_that_is_seen_from_another_thread_leaves_no_reference_to_its_loss():

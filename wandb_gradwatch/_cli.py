@@ -38,16 +38,12 @@ class _Commands(click.Group):
             click.echo("\nStopped.", err=True)
             context.exit(130)
         except Exception as error:
-            if context.params["debug"] or not _is_for_the_user(error):
+            # The messages for bad input, a missing file or extra, and of errors of W&B say what to do.
+            of_wandb: type[Exception] = getattr(sys.modules.get("wandb"), "Error", ValueError)
+            is_for_the_user = isinstance(error, (ValueError, RuntimeError, OSError, ImportError, of_wandb))
+            if context.params["debug"] or not is_for_the_user:
                 raise
             raise click.ClickException(str(error)) from error
-
-
-def _is_for_the_user(error: Exception) -> bool:
-    """Return whether the message says what to do: for bad input, a missing file or extra, or an error of W&B."""
-    wandb = sys.modules.get("wandb")
-    kinds: tuple[type[Exception], ...] = (ValueError, RuntimeError, OSError, ImportError)
-    return isinstance(error, kinds if wandb is None else (*kinds, wandb.Error))
 
 
 def _examples(command: str, *examples: str) -> str:
@@ -148,6 +144,12 @@ def diff(first: Path, second: Path, json: bool) -> int:
 def _previewed(command: Callable[..., str]) -> Any:
     """Add the options of a command that can write a preview, and print the URL that the command returns."""
 
+    source = "The run's files on this machine, whose alerts go into the report.  [default: wandb/*-RUN here]"
+
+    @click.option("--from", "path", type=_PATH, metavar="PATH", help=source)
+    @click.option("--dry-run", "previews", is_flag=True, help="Write a preview page; send nothing.")
+    @click.option("--output", type=_PATH, metavar="FILE", help="File for the preview.")
+    @_json
     @wraps(command)
     def print_url(*, previews: bool, output: Path | None, json: bool, **options: Any) -> None:
         if output is not None and not previews:
@@ -160,16 +162,7 @@ def _previewed(command: Callable[..., str]) -> Any:
         else:
             click.echo(url)
 
-    source = "The run's files on this machine, whose alerts go into the report.  [default: wandb/*-RUN here]"
-    with_options: Any = print_url
-    for option in (
-        _json,
-        click.option("--output", type=_PATH, metavar="FILE", help="File for the preview."),
-        click.option("--dry-run", "previews", is_flag=True, help="Write a preview page; send nothing."),
-        click.option("--from", "path", type=_PATH, metavar="PATH", help=source),
-    ):
-        with_options = option(with_options)
-    return with_options
+    return print_url
 
 
 @main.command(epilog=_examples("report", "my-team/my-project", "my-team/my-project/abcd1234 --dry-run"))

@@ -216,21 +216,20 @@ def measure_overhead(num_parameters: int, blocks: Iterable[int] = range(2 * PAIR
     for watched in (False, True):
         _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=watched)
     wait_for_kernels()  # compiling slows down the steps, but only once per training
-    plain_ms: list[float] = []
-    watched_ms: list[float] = []
+    times_ms: dict[bool, list[float]] = {False: [], True: []}
     for block in blocks:
         watched = block % 4 in (1, 2)
-        times = watched_ms if watched else plain_ms
-        times.append(_train_block(model, optimizer, batch, STEPS_PER_BLOCK, watched=watched))
-    shares = [(with_it - without) / with_it for with_it, without in zip(watched_ms, plain_ms, strict=True)]
-    ratio = statistics.median_low(shares)
-    middle = shares.index(ratio)  # the times shown are from the same pair as the ratio
+        times_ms[watched].append(_train_block(model, optimizer, batch, STEPS_PER_BLOCK, watched=watched))
+    pairs_ms = zip(times_ms[False], times_ms[True], strict=True)
+    of_pairs = [((with_it - without) / with_it, without, with_it) for without, with_it in pairs_ms]
+    ratio, step_ms, watched_step_ms = statistics.median_low(of_pairs)
+    shares = [share for share, *_ in of_pairs]
     return OverheadMeasurement(
         device=device.type,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         batch=BATCH,
-        step_ms=plain_ms[middle],
-        watched_step_ms=watched_ms[middle],
+        step_ms=step_ms,
+        watched_step_ms=watched_step_ms,
         ratio=ratio,
         spread=max(shares) - min(shares),
         sample_every=max(math.ceil(ratio / ACCEPTABLE_OVERHEAD), 1),

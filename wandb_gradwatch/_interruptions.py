@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -15,11 +16,8 @@ def raise_interruption(error: BaseException) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     codes = set(_codes_of_handlers())
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code in codes:
-            raise error
-        trace = trace.tb_next
+    if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+        raise error
 
 
 def _codes_of_handlers() -> Iterator[CodeType]:

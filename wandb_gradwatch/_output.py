@@ -1,7 +1,6 @@
 """Output of the commands beyond click: wrapped text, two columns, and JSON."""
 
 import json
-import math
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -40,14 +39,5 @@ def alert_title(text: str, level: str) -> str:
 
 def as_json(value: object) -> None:
     """Print one JSON document for scripts; NaN and infinity become null."""
-    click.echo(json.dumps(_without_nonfinite(value), indent=2, allow_nan=False))
-
-
-def _without_nonfinite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nonfinite(item) for item in value]
-    return value
+    strict = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    click.echo(json.dumps(strict, indent=2, allow_nan=False))

@@ -154,24 +154,17 @@ def _layers(history: Snapshot) -> list[LayerSummary]:
     starts_W = np.linspace(0, len(history), min(TRACE_WIDTH, len(history)), endpoint=False).astype(np.int64)
     trace_WP = np.fmax.reduceat(np.where(bad_SP, np.inf, norm_SP), starts_W, axis=0)
     values = (norm_SP, history.grad_param_ratio, history.dead_ratio)
-    newest = [last_present(values_SP, history.present) for values_SP in values]
+    newest = zip(*(last_present(values_SP, history.present).tolist() for values_SP in values), strict=True)
     found = []
-    for place, name in enumerate(history.names):
-        norms = norm_SP[:, place]
-        known = norms[~np.isnan(norms)]
+    for place, (norm, grad_param_ratio, dead_ratio) in enumerate(newest):
+        norm_S = norm_SP[:, place]
+        known = norm_S[~np.isnan(norm_S)]
         median = float(np.median(known)) if known.size else math.nan
-        found.append(
-            LayerSummary(
-                name=name,
-                norm=float(newest[0][place]),
-                peak=float(known.max() / median) if median > 0 else math.nan,
-                peak_step=int(history.steps[np.nanargmax(norms)]) if known.size else None,
-                grad_param_ratio=float(newest[1][place]),
-                dead_ratio=float(newest[2][place]),
-                num_nonfinite=int(np.nansum(history.num_nonfinite[:, place])),
-                trace=tuple(trace_WP[:, place].tolist()),
-            )
-        )
+        peak = float(known.max() / median) if median > 0 else math.nan
+        peak_step = int(history.steps[np.nanargmax(norm_S)]) if known.size else None
+        num_nonfinite, trace = int(np.nansum(history.num_nonfinite[:, place])), tuple(trace_WP[:, place].tolist())
+        name = history.names[place]
+        found.append(LayerSummary(name, norm, peak, peak_step, grad_param_ratio, dead_ratio, num_nonfinite, trace))
     return found
 
 

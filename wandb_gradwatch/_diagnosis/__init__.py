@@ -1,29 +1,39 @@
 """Diagnosis: finds the probable causes of a symptom, and their remedies. Pure; needs neither torch nor a W&B run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .._analysis.baseline import evenly_apart
-from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
-from .._measure.columns import BoolArray
+from .._analysis.baseline import evenly_apart, median_and_scatter
+from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX, number
+from .._measure.columns import BoolArray, FloatArray
 from ..rules import Alert
 from ..rules._base import Finding
 from ..rules._exploding import SPIKES, ExplodingGradient
 from ..rules._nonfinite import NONFINITE_TITLES
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import select_samples
 from .causes import APART, BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
-from .onset import which_moved_first
-from .patterns import PATTERNS
+from .patterns import incidents, layers, parameters
 
 __all__ = ["CAUSES", "FIRST_BAD_OPERATION", "Diagnosis", "diagnose", "with_diagnosis"]
 
 FIRST_BAD_OPERATION: Final = "first_bad_operation"  # the note of a step that was run again, with the operation found
+
+# Of two equally probable causes the earlier one is named first.
+_PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (
+    parameters.learning_rate, parameters.initialisation,
+    layers.through_depth, layers.through_recurrence, layers.fading, layers.batch_norm,
+    layers.underflow, layers.scale_too_high, layers.dead_units, layers.frozen,
+    incidents.bad_batch, incidents.bad_rank, incidents.invalid_operation, incidents.nonfinite_batch,
+    incidents.broken_by_update, parameters.data_scale, incidents.forward_overflow, layers.inside_the_backward,
+    parameters.loss_multiplied, parameters.written, parameters.multiplied, parameters.unbounded,
+    parameters.leapt_unseen,
+)  # fmt: skip
 
 _WITHHELD: Final = (
     "The guard did not apply this step: parameters and optimizer state are as they were before it. After a single such "
@@ -37,6 +47,9 @@ _LASTING: Final = ("Optimizer without the model",)  # titles of faults that stay
 _NOT_CLEAR: Final = "not clear"
 _WAKE: Final = 'as in the earlier alert "'
 _AS_PROBABLE: Final = 0.1  # difference in confidence up to which two causes are equally probable
+_LEAST_BOTH: Final = 12  # least number of samples with loss and norm; the older half defines what is usual
+_DEVIATIONS: Final = 6.0
+_PRECISION: Final = 1e-2  # smallest deviation, as a share of the median
 
 
 def diagnose(
@@ -61,7 +74,7 @@ def diagnose(
     if not len(history) or not history.names:
         return []
     evidence = Evidence(history, modules=modules or {}, notes=notes or {}, num_ranks=num_ranks)
-    found = [diagnosis for pattern in PATTERNS if (diagnosis := pattern(evidence)) is not None]
+    found = [diagnosis for pattern in _PATTERNS if (diagnosis := pattern(evidence)) is not None]
     return sorted(found, key=lambda diagnosis: -diagnosis.confidence)
 
 
@@ -145,3 +158,43 @@ def _in_words(fitting: Sequence[Diagnosis]) -> tuple[str, str]:
     if second.remedy in first.remedy:
         return cause, first.remedy
     return cause, f"{first.remedy}; if that changes nothing, {second.remedy}"
+
+
+def which_moved_first(history: Snapshot) -> str:
+    """Return in words whether the gradient or the loss rose first in the history before an alert; "" if unknown."""
+    loss_S = history.metrics.get(keys.LOSS)
+    if loss_S is None or not len(history):
+        return ""
+    norm_S = np.where(history.has_nonfinite, np.inf, history.total_grad_norm)
+    loss_S = np.where(history.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(1)) > 0, np.inf, loss_S)
+    seen_S = np.isfinite(loss_S) & np.isfinite(norm_S)
+    if np.count_nonzero(seen_S) < _LEAST_BOTH:
+        return ""
+    gradient, loss = _onset_in(norm_S, seen_S), _onset_in(loss_S, seen_S)
+    if gradient is None:
+        return "" if loss is None else f"The loss left its usual level first, at step {_at(history, loss, loss_S)}."
+    if loss is None:
+        left = f"The gradient norm left its usual level at step {_at(history, gradient, norm_S)}"
+        return f"{left}." if np.isnan(loss_S[-1]) else f"{left}; the loss has not yet."
+    if gradient == loss:
+        return f"The gradient norm and the loss left their usual levels together, at step {int(history.steps[loss])}."
+    first, then = ("gradient norm", "loss") if gradient < loss else ("loss", "gradient norm")
+    begin, end = sorted((int(history.steps[gradient]), int(history.steps[loss])))
+    return f"The {first} left its usual level first, at step {begin}, the {then} at step {end}."
+
+
+def _onset_in(values_S: FloatArray, seen_S: BoolArray) -> int | None:
+    """Return the first of the last samples in a row that are far above usual; None if the newest two are not."""
+    usual = values_S[seen_S][: np.count_nonzero(seen_S) // 2]
+    median, scatter = median_and_scatter(usual)
+    far = _DEVIATIONS * max(scatter, _PRECISION * abs(median))
+    moved_S = values_S > max(median + far, float(usual.max()))  # a missing value has not moved
+    if not moved_S[-2:].any():
+        return None
+    end = int(np.flatnonzero(moved_S)[-1])
+    calm = np.flatnonzero(~moved_S[:end])
+    return int(calm[-1]) + 1 if calm.size else 0
+
+
+def _at(history: Snapshot, sample: int, values_S: FloatArray) -> str:
+    return f"{int(history.steps[sample])} ({number(values_S[sample])})"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -14,12 +14,13 @@ from .._analysis.layers import DepthTrend, input_scale
 from .._measure.columns import BoolArray, Column, FloatArray, IntArray
 from ..rules._base import FIRST_STEPS, values_of
 from ..snapshot import Snapshot, keys
-from .layers import Layers
-from .onset import Onset, RateRise, onset_of, rate_rise
-from .parameters import Parameters
+from .facts import MIN_NEIGHBOURS, NEIGHBOURS, Layers, Parameters
 
 # S samples, N clean samples
 
+_SUDDEN, _CALM = math.log(5.0), math.log(3.0)  # log of norm / usual norm: least at an onset, most in the sample before
+_RECENT: Final = 12  # number of newest samples in which the fault of an alert begins
+_ROSE: Final = 3.0  # least learning rate / previous one at a rise; a warm-up schedule reaches 2 at most
 _ORDINARY: Final = 3.0  # most size of an ordinary update / the largest update before
 _FAR: Final = 0.05  # change of the parameters' norm by one update, as a share of the norm
 FIRST_GRADIENT: Final = 10.0  # multiple of the parameters' norm; ordinary inputs and losses make smaller gradients
@@ -31,8 +32,23 @@ _MIN_LOSSES: Final = 8
 _FADES, _IN_ORDER = 30.0, 0.9  # limits: norm of the last layer / first layer; Spearman's rank correlation with depth
 _SPIKE_FACTOR: Final = 5.0
 _ALONE_FACTOR: Final = 3.0
-_NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
-_MIN_NEIGHBOURS: Final = 5
+
+
+class RateRise(NamedTuple):
+    """A rise of the learning rate: at once in the update of a sample, or step by step up to it, since another one."""
+
+    before: float
+    after: float
+    since: int
+    sample: int
+    at_once: bool
+
+
+class Onset(NamedTuple):
+    """A clean sample whose norm is far above the norms before it."""
+
+    sample: int
+    factor: float  # its norm / the median of the norms before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,22 +71,48 @@ class Evidence:
     @property
     def clip_advice(self) -> str:
         """The advice about clipping: it depends on whether the training clipped in any of the last samples."""
-        return clip_advice(clips=1 in self.history.clipped[-_NEIGHBOURS:])
+        return clip_advice(clips=1 in self.history.clipped[-NEIGHBOURS:])
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Facts about the parameters."""
         return Parameters(self.history, self.spikes)
 
     @cached_property
+    def layers(self) -> Layers:
+        return Layers(self.history, self.clean, self.modules)
+
+    @cached_property
     def rate_rise(self) -> RateRise | None:
-        """The newest rise of the learning rate; None if there is none."""
-        return rate_rise(self.history)
+        """The newest rise of the learning rate: at once among the last samples, otherwise over the whole history."""
+        rate_S = self.history.metrics.get(keys.LEARNING_RATE)
+        if rate_S is None:
+            return None
+        present = self.history.present
+        known = np.flatnonzero((rate_S > 0) & (present == present[-1:]).all(axis=1))  # other optimizers, other rates
+
+        def least(before: int, now: int) -> float:
+            """Return the least unusual factor. A linear warm-up rises by the ratio of the steps; if all steps between
+            are known, a steeper rise would show."""
+            first, last = self.history.steps[[before, now]].tolist()
+            return _ROSE * float(last / max(first, 1)) if last - first > now - before else _ROSE
+
+        for before, now in zip(known[-2::-1].tolist(), known[:0:-1].tolist(), strict=True):
+            if now >= len(self.history) - _RECENT and rate_S[now] >= least(before, now) * rate_S[before]:
+                return RateRise(float(rate_S[before]), float(rate_S[now]), before, now, at_once=True)
+        last = int(known[-1]) if known.size else 0
+        rises = ((float(rate_S[last] / rate_S[since]) / least(since, last), since) for since in known.tolist())
+        rise, since = max(rises, default=(0.0, 0))
+        return RateRise(float(rate_S[since]), float(rate_S[last]), since, last, at_once=False) if rise >= 1 else None
 
     @cached_property
     def onset(self) -> Onset | None:
-        """The sample in which the norm has just left its usual level at once; None if there is none."""
-        return onset_of(self.log_norm_N, self.clean)
+        """The newest of the last samples in which the norm has left its usual level at once."""
+        past_N = self.log_norm_N
+        for place in range(len(past_N) - 1, max(MIN_NEIGHBOURS, len(past_N) - _RECENT) - 1, -1):
+            usual = float(np.median(past_N[max(place - NEIGHBOURS, 0) : place]))
+            if past_N[place] - usual >= _SUDDEN and past_N[place - 1] - usual <= _CALM:
+                return Onset(int(self.clean[place]), math.exp(min(float(past_N[place]) - usual, 700.0)))
+        return None
 
     @property
     def gradient_came_first(self) -> bool:
@@ -78,14 +120,14 @@ class Evidence:
 
         False if the parameters begin to move far only some updates later: then no batch has moved them.
         """
-        update = None if self.onset is None else self.parameters.update_before(self.onset.sample)
-        if self.onset is None or update is None or not update[0] <= _ORDINARY * update[1] or self.rate_rise is not None:
+        if self.onset is None or self.rate_rise is not None:
             return False
-        if self.parameters.was_moving(self.onset.sample) or (self.growth and self.growth[1] >= self.onset.sample):
+        sample = self.onset.sample
+        update, (changes, samples) = self.parameters.update_before(sample), self.parameters.changes
+        if update is None or not update[0] <= _ORDINARY * update[1] or self.parameters.was_moving(sample):
             return False
-        changes, samples = self.parameters.changes
-        moved = samples[(changes > _FAR) & (samples >= self.onset.sample)]
-        return not moved.size or bool(moved[0] <= self.onset.sample + 1)
+        moved = samples[(changes > _FAR) & (samples >= sample)]
+        return not (self.growth and self.growth[1] >= sample) and not (moved.size and moved[0] > sample + 1)
 
     @cached_property
     def fading(self) -> DepthTrend | None:
@@ -95,8 +137,7 @@ class Evidence:
 
     @property
     def began_to_fade(self) -> bool:
-        """Whether at the first step of the training the norm fell by less than half of its later fall, on a log scale:
-        then the initial weights are not the cause of `fading`."""
+        """Whether the norm fell by less than half as much (of the log) at first: no initial weights caused it."""
         first = self.layers.first_depth
         if self.fading is None or first is None or self.step(0) > FIRST_STEPS:
             return False
@@ -106,11 +147,6 @@ class Evidence:
     def is_early(self) -> bool:
         """Whether the training has just begun, so that updates have made the changes, and not other data."""
         return self.step(-1) <= _EARLY
-
-    @cached_property
-    def layers(self) -> Layers:
-        """Facts about the layers, in the model's order."""
-        return Layers(self.history, self.clean, self.modules)
 
     @cached_property
     def first_bad(self) -> int | None:
@@ -157,9 +193,9 @@ class Evidence:
 
     def has_usual_loss(self, sample: int) -> bool:
         """Whether the loss is near the range of those before it, so that nothing in the forward made this gradient."""
-        before = self.loss_S[self.clean[self.clean < sample][-_NEIGHBOURS:]]
+        before = self.loss_S[self.clean[self.clean < sample][-NEIGHBOURS:]]
         before = before[np.isfinite(before)]
-        if len(before) < _MIN_NEIGHBOURS:
+        if len(before) < MIN_NEIGHBOURS:
             return len(before) > 1 and bool(0 <= self.loss_S[sample] <= before.max())
         return bool(abs(self.loss_S[sample] - (before.min() + before.max()) / 2) <= np.ptp(before))
 
@@ -171,11 +207,10 @@ class Evidence:
     @cached_property
     def first_ratio(self) -> float:
         """The norm of the first gradient / the norm of the parameters, before any update; NaN if not measured."""
-        first = int(self.clean[0]) if self.clean.size else None
-        if first is None or self.step(first) > FIRST_STEPS:
+        if not self.clean.size or self.step(self.clean[0]) > FIRST_STEPS:
             return math.nan
-        weights = float(np.sqrt(np.nansum(self.history.column(Column.PARAM_SUM_SQ)[first])))
-        return float(self.history.total_grad_norm[first]) / weights if weights > 0 else math.nan
+        weights = math.sqrt(np.nansum(self.history.column(Column.PARAM_SUM_SQ)[self.clean[0]]))
+        return float(self.history.total_grad_norm[self.clean[0]]) / weights if weights > 0 else math.nan
 
     @property
     def is_of_large_data(self) -> bool:
@@ -185,8 +220,8 @@ class Evidence:
 
     @cached_property
     def grows_inside(self) -> str:
-        """Evidence, as a text, that the layers between input and loss have made a large first gradient: the inputs
-        and the gradient of the last bias are ordinary. "" if that is not known."""
+        """Evidence, as a text, that the layers have made a large first gradient: inputs and output's gradient are
+        ordinary. "" if that is not known."""
         if not self.first_ratio > _DECIDES * FIRST_GRADIENT:
             return ""
         first, name = int(self.clean[0]), self.history.names[-1]
@@ -228,6 +263,15 @@ class Evidence:
         """The logs of the clean samples' total norms: [N]."""
         return np.log(self.history.total_grad_norm[self.clean])
 
+    def log_norms_before(self, sample: int) -> FloatArray:
+        """Return the logs of the norms of the clean samples before a sample."""
+        return self.log_norm_N[self.clean < sample]
+
+    def had_grown(self, sample: int) -> bool:
+        """Whether the last clean norm before a sample was more than 10 times the usual one."""
+        before = self.log_norms_before(sample)[-NEIGHBOURS - 1 :]
+        return len(before) > 0 and bool(before[-1] > np.median(before) + math.log(10))
+
     @cached_property
     def growth(self) -> tuple[Growth, int] | None:
         """The last steady rise of the norm by a factor of 20 or more, and its last sample; None if there is none."""
@@ -245,10 +289,10 @@ class Evidence:
         spikes. Smaller high norms right after a spike belong to it. The last sample has neighbours on one side only.
         """
         found = []
-        place = _MIN_NEIGHBOURS
+        place = MIN_NEIGHBOURS
         while place < len(self.log_norm_N):
-            before = self.log_norm_N[max(place - _NEIGHBOURS, 0) : place]
-            after = self.log_norm_N[place + 1 : place + 1 + _NEIGHBOURS]
+            before = self.log_norm_N[max(place - NEIGHBOURS, 0) : place]
+            after = self.log_norm_N[place + 1 : place + 1 + NEIGHBOURS]
             norm, (usual, scatter) = float(self.log_norm_N[place]), median_and_scatter(before)
             back = not len(after) or float(np.median(after)) - usual < (norm - usual) / 2
             aftermath = _length_of_run((after > usual + np.log(_SPIKE_FACTOR)) & (after < norm))
@@ -264,7 +308,7 @@ class Evidence:
     def last_spike(self) -> int | None:
         """The newest sample if its norm is 10 times the largest of the 16 before it; otherwise the last lone spike."""
         past_N = self.log_norm_N
-        if len(past_N) > _MIN_NEIGHBOURS and past_N[-1] > past_N[-_NEIGHBOURS - 1 : -1].max() + np.log(10):
+        if len(past_N) > MIN_NEIGHBOURS and past_N[-1] > past_N[-NEIGHBOURS - 1 : -1].max() + np.log(10):
             return int(self.clean[-1])
         return self.spikes[-1][0] if self.spikes else None
 
@@ -273,7 +317,7 @@ class Evidence:
         """The first of the newest samples in a row that are each 10 times the largest of the 16 before, of which two
         are enough; otherwise the last spike."""
         past_N, began = self.log_norm_N, len(self.log_norm_N)
-        while began > 2 and past_N[began - 1] > past_N[max(began - 1 - _NEIGHBOURS, 0) : began - 1].max() + np.log(10):
+        while began > 2 and past_N[began - 1] > past_N[max(began - 1 - NEIGHBOURS, 0) : began - 1].max() + np.log(10):
             began -= 1
         return int(self.clean[began]) if began < len(past_N) else self.last_spike
 

@@ -7,20 +7,12 @@ import numpy as np
 
 from ..._analysis.formatting import number
 from ..._measure.columns import Column
+from ...rules._base import values_of
 from ...snapshot import keys
-from ..causes import (
-    BAD_BATCH,
-    BAD_RANK,
-    FORWARD,
-    INVALID,
-    NONFINITE_BATCH,
-    NONFINITE_FORWARD,
-    OPTIMIZER,
-    OVERFLOW,
-    UNMEASURED,
-    Diagnosis,
-)
+from .. import causes
+from ..causes import Diagnosis
 from ..evidence import Evidence
+from ..facts import NEIGHBOURS
 
 # S samples, L modules
 
@@ -36,29 +28,29 @@ _APART: Final = 'watch(model, on_nonfinite="trace") tells them apart'
 
 def bad_batch(evidence: Evidence) -> Diagnosis | None:
     """Bad batch: one or two samples are lone spikes, or the norm jumps after an ordinary update."""
-    if len(evidence.spikes) in (1, 2):
-        sample, factor = max(evidence.spikes, key=lambda spike: spike[1])
+    confidence, spikes, last = 0.75, evidence.spikes, evidence.last_spike
+    if len(spikes) in (1, 2):
+        sample, factor = max(spikes, key=lambda spike: spike[1])
         if evidence.parameters.leapt_unseen(sample):
             return None
-        lone = "a lone spike" if len(evidence.spikes) == 1 else "one of two spikes"
-        words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}{evidence.note_of(sample)}"
-        is_moved = bool(evidence.parameters.movement or evidence.parameters.jump)
+        lone = "a lone spike" if len(spikes) == 1 else "one of two spikes"
+        words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}"
+        is_moved = evidence.parameters.movement or evidence.parameters.jump
         confidence = 0.5 if is_moved and not evidence.gradient_came_first else 0.75
-        return Diagnosis(BAD_BATCH, confidence, words, *_or_other_data(evidence, sample))
-    if evidence.onset is not None and evidence.gradient_came_first:
-        sample, rise = evidence.onset.sample, number(evidence.onset.factor)
-        words = f"at step {evidence.step(sample)} the norm was {rise}x the usual one, after an ordinary update"
-        words += evidence.note_of(sample)
-        return Diagnosis(BAD_BATCH, 0.75, words, *_or_other_data(evidence, sample))
-    if (newest := evidence.last_spike) is not None and evidence.parameters.leapt(newest) is not None:
-        words = f"at step {evidence.step(newest)} the norm is far above all before it{evidence.note_of(newest)}"
-        return Diagnosis(BAD_BATCH, 0.5, words, *_or_other_data(evidence, newest))
-    return None
+    elif evidence.onset is not None and evidence.gradient_came_first:
+        sample, factor = evidence.onset
+        words = f"at step {evidence.step(sample)} the norm was {number(factor)}x the usual one"
+        words += ", after an ordinary update"
+    elif last is not None and evidence.parameters.leapt(last) is not None:
+        sample, words, confidence = last, f"at step {evidence.step(last)} the norm is far above all before it", 0.5
+    else:
+        return None
+    words += evidence.note_of(sample)
+    return Diagnosis(causes.BAD_BATCH, confidence, words, *_or_other_data(evidence, sample))
 
 
 def _or_other_data(evidence: Evidence, sample: int) -> tuple[str, str]:
-    """Return the remedy against a bad batch, and its rival: a large update of one parameter; something in the backward
-    if the loss is usual; or otherwise a change of the data."""
+    """Return the remedy against a bad batch, and the cause that the samples do not tell apart from it."""
     remedy = _against_a_bad_batch(evidence, sample)
     if (leap := evidence.parameters.leapt(sample)) is not None:
         name, before, now = leap
@@ -86,32 +78,29 @@ def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
 
 
 def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
-    """Non-finite batch or forward: the parameters are finite, but the loss is not, or (if the loss is unknown) the
-    gradient of no layer is. The batch or an operation of the forward is the cause."""
+    """Non-finite batch or forward: the parameters are finite, but not the loss or, if it is unknown, any gradient."""
     sample = evidence.first_bad
     if sample is None or evidence.is_broken(sample) or evidence.growth is not None or evidence.has_good_loss(sample):
         return None
-    modules = evidence.layers.by_module
-    is_everywhere = (modules.num_nonfinite[sample, modules.present[sample]] > 0).all()
+    is_everywhere = evidence.layers.all_bad(sample)
     if not is_everywhere and not evidence.has_bad_loss(sample):
         return None
-    before = evidence.log_norm_N[evidence.clean < sample][-16:]
+    before = np.exp(evidence.log_norms_before(sample)[-NEIGHBOURS:])
     words = f"at step {evidence.step(sample)} {'every layer' if is_everywhere else 'the loss'} is non-finite"
     if len(before):
-        least, most = np.exp(before.min()), np.exp(before.max())
-        words += f", after norms of {number(float(least))} to {number(float(most))} before it"
+        words += f", after norms of {number(before.min())} to {number(before.max())} before it"
     words += evidence.note_of(sample)
     remedy = (
         "check the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
         f"{_against_a_bad_batch(evidence, sample)}; {_TRACE}: add an epsilon to it, or clamp its inputs"
     )
-    return Diagnosis(NONFINITE_BATCH, 0.75, words, remedy, f"{NONFINITE_FORWARD}; {_APART}")
+    return Diagnosis(causes.NONFINITE_BATCH, 0.75, words, remedy, f"{causes.NONFINITE_FORWARD}; {_APART}")
 
 
 def broken_by_update(evidence: Evidence) -> Diagnosis | None:
     """NaN made by the update: parameters are not finite after an update with ordinary or unmeasured gradients."""
     sample = evidence.first_bad
-    if sample is None or sample == 0 or not evidence.is_broken(sample) or evidence.growth is not None:
+    if not sample or not evidence.is_broken(sample) or evidence.growth is not None:
         return None
     earlier, step = evidence.step(sample - 1), evidence.step(sample)
     if step - earlier > 1:
@@ -120,16 +109,16 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
             "load the last good checkpoint and continue with guard='skip' or sample_every=1: the gradient of the first "
             "bad step then shows whether the data, an operation or the optimizer caused it"
         )
-        return Diagnosis(UNMEASURED, 0.8, words, remedy)
-    before = evidence.log_norm_N[evidence.clean < sample][-17:]
-    if not len(before) or before[-1] > float(np.median(before)) + math.log(10):
+        return Diagnosis(causes.UNMEASURED, 0.8, words, remedy)
+    before = evidence.log_norms_before(sample)
+    if not len(before) or evidence.had_grown(sample):
         return None
     num_bad_P = evidence.history.column(Column.PARAM_NUM_NONFINITE)[sample]
     broken = np.flatnonzero(num_bad_P > 0)
     words = (
         f"{len(broken)} of {len(num_bad_P)} parameters are no longer finite at step {step}, first "
         f"{evidence.history.names[broken[0]]}, but the gradients of the update before it were finite, with a norm of "
-        f"{number(float(np.exp(before[-1])))}"
+        f"{number(np.exp(before[-1]))}"
     )
     remedy = (
         "load the last good checkpoint, keep parameters and the optimizer's state in float32, and check its eps and "
@@ -141,79 +130,71 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
         for column, at in ((Column.PARAM_NUM_NONFINITE, sample), (Column.NUM_ZERO, sample - 1))
     )
     rival = "weights that were loaded or rescaled; what else the script does at that step tells them apart"
-    return Diagnosis(OPTIMIZER, 0.8, words, remedy, "" if num_broken == num_zero else rival)
+    return Diagnosis(causes.OPTIMIZER, 0.8, words, remedy, "" if num_broken == num_zero else rival)
 
 
 def bad_rank(evidence: Evidence) -> Diagnosis | None:
     """Bad rank: the same rank is the first with NaN or Inf in every bad sample."""
-    ranks_S = evidence.history.metrics.get(keys.FIRST_NONFINITE_RANK)
-    if ranks_S is None:
-        return None
-    ranks = ranks_S[[s for s in np.flatnonzero(np.isfinite(ranks_S)) if not evidence.is_broken(int(s))]]
-    if len(ranks) < 2 or np.any(ranks != ranks[0]):
+    ranks_S = values_of(evidence.history, keys.FIRST_NONFINITE_RANK)
+    ranks = [rank for s, rank in enumerate(ranks_S) if math.isfinite(rank) and not evidence.is_broken(s)]
+    if len(ranks) < 2 or len(set(ranks)) > 1:
         return None
     words = f"rank {int(ranks[0])} was the first with NaN or Inf in all of {len(ranks)} bad samples"
-    return Diagnosis(BAD_RANK, 0.9, words, "look at that rank's data shard and hardware; run it on another device")
+    remedy = "look at that rank's data shard and hardware; run it on another device"
+    return Diagnosis(causes.BAD_RANK, 0.9, words, remedy)
 
 
 def invalid_operation(evidence: Evidence) -> Diagnosis | None:
-    """Invalid operation: the gradient is non-finite from one layer back to the input, but finite in the layers after it
-    or in the loss. So it arose in the backward, or in inputs of a layer that do not reach the loss."""
-    sample = evidence.first_bad
-    skipped = evidence.num_last_skipped
+    """Invalid operation: the gradient is non-finite from one layer back to the input, but finite after it or in the
+    loss. So it arose in the backward, or in inputs of a layer that do not reach the loss."""
+    sample, skipped = evidence.first_bad, evidence.num_last_skipped
     if sample is None and skipped >= 3:  # AMP skips at any scale: the NaN does not depend on the scale
         sample = len(evidence.history) - 1
         if evidence.began_with_inf(sample):
             return None
     if sample is None or evidence.is_broken(sample) or evidence.has_bad_loss(sample):
         return None
-    present = np.flatnonzero(evidence.layers.by_module.present[sample])
-    bad = np.flatnonzero(evidence.layers.by_module.num_nonfinite[sample] > 0).tolist()
-    clean_after = present[present > bad[-1]].tolist() if bad else []
+    modules, step = evidence.layers.by_module, evidence.step(sample)
+    present = np.flatnonzero(modules.present[sample])
+    bad = np.flatnonzero(modules.num_nonfinite[sample] > 0).tolist()
+    clean_after = [modules.names[place] for place in present if place > bad[-1]] if bad else []
     remedy = f"add an epsilon inside sqrt, log and divisions, and look for values that overflow before these; {_TRACE}"
-    names, step = evidence.layers.by_module.names, evidence.step(sample)
     if bad and (clean_after or evidence.has_good_loss(sample)):
-        where = (
-            f"the gradient is finite in {names[clean_after[0]]} and"
-            if clean_after
-            else "the loss is finite, the gradient"
-        )
-        words = f"at step {step} {where} non-finite from {names[bad[-1]]} back"
+        where = f"the gradient is finite in {clean_after[0]} and" if clean_after else "the loss is finite, the gradient"
+        words = f"at step {step} {where} non-finite from {modules.names[bad[-1]]} back"
         weights, biases = evidence.layers.split(bad[-1])
         if weights and biases and not np.any(evidence.history.num_nonfinite[sample, biases] > 0):
             words += ", in its weights but not in its bias: the inputs of this layer are not finite"
-            cause = NONFINITE_BATCH if bad[-1] == present[0] else NONFINITE_FORWARD
+            cause = causes.NONFINITE_BATCH if bad[-1] == present[0] else causes.NONFINITE_FORWARD
             return Diagnosis(cause, 0.85, words, f"look at the batch of this step; {remedy}")
         if (factor := evidence.loss_factor(sample)) > _OVERFLOWS:
             words = f"at step {step} the loss is {number(factor)}x the largest before it"
             rival = "one bad batch; a look at that batch tells them apart"
-            return Diagnosis(OVERFLOW, 0.9, words, f"look at the batch and the loss of this step; {_TRACE}", rival)
-        before = evidence.log_norm_N[evidence.clean < sample][-17:]
-        has_grown = evidence.growth is not None or (len(before) and before[-1] > np.median(before) + math.log(10))
-        rival = f"an overflow of gradients that had grown; {_APART}" if has_grown else ""
-        if clean_after and not evidence.has_good_loss(sample):
-            rival = rival or f"layers side by side, of which some have a loss that is not finite; {_APART}"
-        return Diagnosis(INVALID, 0.85, words, remedy, rival)
-    if skipped >= 3 and np.all(np.any(evidence.history.num_nan[-skipped:] > 0, axis=1)):
+            remedy = f"look at the batch and the loss of this step; {_TRACE}"
+            return Diagnosis(causes.OVERFLOW, 0.9, words, remedy, rival)
+        rival = ""
+        if evidence.growth is not None or evidence.had_grown(sample):
+            rival = f"an overflow of gradients that had grown; {_APART}"
+        elif clean_after and not evidence.has_good_loss(sample):
+            rival = f"layers side by side, of which some have a loss that is not finite; {_APART}"
+        return Diagnosis(causes.INVALID, 0.85, words, remedy, rival)
+    if skipped >= 3 and (evidence.history.num_nan[-skipped:] > 0).any(axis=1).all():
         words = f"NaN in each of the last {skipped} samples, at whatever loss scale"
-        return Diagnosis(INVALID, 0.7, words, remedy)
+        return Diagnosis(causes.INVALID, 0.7, words, remedy)
     return None
 
 
 def forward_overflow(evidence: Evidence) -> Diagnosis | None:
     """Overflow in the forward: NaN in every layer from the last one back, at any loss scale: no derivative made it."""
     skipped = evidence.num_last_skipped
-    if skipped < 3 or not evidence.history.num_nan[-skipped:].any(axis=1).all():
+    if skipped < 3 or not evidence.history.num_nan[-skipped:].any(axis=1).all() or not evidence.layers.all_bad(-1):
         return None
     if evidence.began_with_inf(-1) or evidence.is_broken(-1):
-        return None
-    modules = evidence.layers.by_module
-    if not (modules.num_nonfinite[-1, modules.present[-1]] > 0).all():
         return None
     words = f"every layer is non-finite in the last of {skipped} skipped updates, at whatever loss scale"
     remedy = "look for the first activation that is not finite; use bfloat16 there"
     if not evidence.has_bad_loss(-1):
-        return Diagnosis(FORWARD, 0.7, words, remedy)
+        return Diagnosis(causes.FORWARD, 0.7, words, remedy)
     rival = "the loss or its inputs are not finite at any precision; a step with autocast off tells them apart"
     words, remedy = f"{words}, and so is the loss", f"{remedy}; look at the loss, its inputs and labels"
-    return Diagnosis(FORWARD, 0.85, words, remedy, rival)
+    return Diagnosis(causes.FORWARD, 0.85, words, remedy, rival)

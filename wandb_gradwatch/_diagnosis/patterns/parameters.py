@@ -7,21 +7,10 @@ import numpy as np
 
 from ..._analysis.formatting import listing, number
 from ...rules._loss import UNBOUNDED
-from ..causes import (
-    APART,
-    DATA_SCALE,
-    INITIALISATION,
-    INSIDE,
-    LEAP,
-    LEARNING_RATE,
-    LOSS_SCALE,
-    MULTIPLIED,
-    SILENCE,
-    WRITTEN,
-    Diagnosis,
-)
+from .. import causes
+from ..causes import Diagnosis
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
-from ..parameters import FIRST_STEPS, MAX_LEAP
+from ..facts import FIRST_UPDATES, MAX_LEAP, NEIGHBOURS
 
 _MULTIPLIED: Final = 10.0  # multiple of the usual loss and gradient; less may be an unusual batch
 _ALIKE: Final = 2.0  # largest ratio between the factors of the loss and of all layers
@@ -37,7 +26,7 @@ _LATE_RISE: Final = "the data has changed; a run with the learning rate of befor
 _NEW_SCALE: Final = (
     "a new scale of the inputs, targets or loss; whether the loss rose before the gradient tells them apart"
 )
-FIRST_SCALE: Final = f"{DATA_SCALE}; {APART[DATA_SCALE]} tells them apart"
+FIRST_SCALE: Final = f"{causes.DATA_SCALE}; {causes.APART[causes.DATA_SCALE]} tells them apart"
 _FIRST_DEPTH: Final = "activations that grow with the depth; the size of the loss at the first step tells them apart"
 _UPHILL: Final = (
     "the wrong sign of the loss (or maximize=True in the optimizer), as the loss has risen from the first samples on; "
@@ -66,8 +55,8 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up rises, too
         confidence = 0.98 if is_felt and rose.at_once else 0.85
         # An explosion saturates and kills units: dead units right after it are its consequence.
-        also = SILENCE if is_felt else ()
-        return Diagnosis(LEARNING_RATE, confidence, words, f"look at its schedule; {remedy}", rival, also)
+        also = causes.SILENCE if is_felt else ()
+        return Diagnosis(causes.LEARNING_RATE, confidence, words, f"look at its schedule; {remedy}", rival, also)
     if evidence.gradient_came_first or any(one(evidence) for one in (written, leapt_unseen, multiplied, unbounded)):
         return None
     less = 0.05 if evidence.first_ratio > FIRST_GRADIENT else 0.0  # a learning rate does not cause the first gradient
@@ -77,11 +66,13 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
             f"the parameters' norm changed by {number(100 * change)} % per step or more, "
             f"from step {evidence.step(sample)}"
         )
-        return Diagnosis(LEARNING_RATE, 0.85 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE), SILENCE)
+        return Diagnosis(
+            causes.LEARNING_RATE, 0.85 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE), causes.SILENCE
+        )
     if (leapt := evidence.parameters.leap) is not None:
         update, moved, rival = _update(evidence, leapt)
         words = f"{update} changed the parameters' norm by {moved} %"
-        return Diagnosis(LEARNING_RATE, 0.8 - less, words, *_or_scale(evidence, remedy, leapt, rival))
+        return Diagnosis(causes.LEARNING_RATE, 0.8 - less, words, *_or_scale(evidence, remedy, leapt, rival))
     if evidence.parameters.jump is not None:
         factor, sample = evidence.parameters.jump
         update, moved, rival = _update(evidence, sample)
@@ -89,20 +80,20 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
             f"{update}, just before the spike, changed the parameters' norm by {moved} %, {number(factor)}x as much "
             "per update as any before it"
         )
-        return Diagnosis(LEARNING_RATE, 0.8, words, remedy, rival)
+        return Diagnosis(causes.LEARNING_RATE, 0.8, words, remedy, rival)
     if evidence.growth is not None:
         rise, sample = evidence.growth
         words = (
             f"the gradient norm grew {number(rise.factor)}x over {rise.num_samples} samples, step by step, "
             f"up to step {evidence.step(sample)}"
         )
-        return Diagnosis(LEARNING_RATE, 0.7 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE))
+        return Diagnosis(causes.LEARNING_RATE, 0.7 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE))
     if evidence.began_to_fade and evidence.is_early and (trend := evidence.fading) is not None:
         words = (
             f"the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer, and did "
             f"not at step {evidence.step(int(evidence.clean[0]))}: the updates have caused it"
         )
-        return Diagnosis(LEARNING_RATE, 0.8, words, remedy, also=SILENCE)
+        return Diagnosis(causes.LEARNING_RATE, 0.8, words, remedy, also=causes.SILENCE)
     return None
 
 
@@ -117,7 +108,7 @@ def _update(evidence: Evidence, sample: int) -> tuple[str, str, str]:
 def _or_scale(evidence: Evidence, remedy: str, sample: int, later: str) -> tuple[str, str]:
     """Return the remedy and the rival of a high learning rate that did not rise, by the step where its effect began."""
     rival = _UPHILL if later == _NEW_SCALE and evidence.loss_only_rises else later
-    if evidence.step(sample) <= FIRST_STEPS:
+    if evidence.step(sample) <= FIRST_UPDATES:
         is_deep = len(evidence.parameters.gains) >= DEEP
         rival = (_FIRST_DEPTH if is_deep else FIRST_SCALE) if evidence.first_ratio > 1 else ""
     other = "check the sign of the loss" if rival == _UPHILL else ""
@@ -139,7 +130,7 @@ def written(evidence: Evidence) -> Diagnosis | None:
         "check what else the script does at that step: it loads or rescales weights, or loses the optimizer's state; "
         "load the last good checkpoint"
     )
-    return Diagnosis(WRITTEN, 0.9, words, remedy)
+    return Diagnosis(causes.WRITTEN, 0.9, words, remedy)
 
 
 def leapt_unseen(evidence: Evidence) -> Diagnosis | None:
@@ -151,7 +142,7 @@ def leapt_unseen(evidence: Evidence) -> Diagnosis | None:
     words = f"{update}, of which only the first was measured, changed the parameters' norm by {change} %"
     remedy = "look at the schedule of the learning rate, and at what else the script does at these steps"
     rival = "weights that were loaded or rescaled; a run with sample_every=1 tells them apart"
-    return Diagnosis(LEAP, 0.9, words, remedy, rival)
+    return Diagnosis(causes.LEAP, 0.9, words, remedy, rival)
 
 
 def multiplied(evidence: Evidence) -> Diagnosis | None:
@@ -162,7 +153,7 @@ def multiplied(evidence: Evidence) -> Diagnosis | None:
     factor, step = number(1 + movement[0]), evidence.step(movement[1])
     words = f"all parameters grew by the same factor, {factor} or more per step, from step {step}"
     remedy = "check the sign of weight_decay, and other code that writes to the parameters"
-    return Diagnosis(MULTIPLIED, 0.95, words, remedy)
+    return Diagnosis(causes.MULTIPLIED, 0.95, words, remedy)
 
 
 def unbounded(evidence: Evidence) -> Diagnosis | None:
@@ -175,7 +166,7 @@ def unbounded(evidence: Evidence) -> Diagnosis | None:
     known_S = loss_S[: begins + 1][np.isfinite(loss_S[: begins + 1])]
     if not known_S.size or not loss_S[last] < min(0.0, lower * float(np.min(known_S))):
         return None
-    words += f", while the loss fell from {number(float(known_S[-1]))} to {number(float(loss_S[last]))}"
+    words += f", while the loss fell from {number(known_S[-1])} to {number(loss_S[last])}"
     cause, remedy = UNBOUNDED
     return Diagnosis(cause, 0.95, words, remedy, _OR_RATE if lower == _FAR_LOWER else "")
 
@@ -190,7 +181,7 @@ def _run_away(evidence: Evidence) -> tuple[str, int, int, float] | None:
         return f"the gradient norm grew {number(growth.factor)}x up to step {evidence.step(last)}", begins, last, _LOWER
     if evidence.parameters.movement is not None:
         change, begins = evidence.parameters.movement
-        if begins < FIRST_STEPS and not evidence.is_loss_above_0(begins + 1):
+        if begins < FIRST_UPDATES and not evidence.is_loss_above_0(begins + 1):
             return None  # a loss that begins below 0 falls further with the first large updates, whatever its sign
         words = f"the parameters' norm changed by {number(100 * change)} % per step or more"
         return words, begins, len(evidence.loss_S) - 1, _LOWER
@@ -222,7 +213,7 @@ def initialisation(evidence: Evidence) -> Diagnosis | None:
         f"at step {evidence.step(0)} the weights are {number(typical)}x the size that preserves a signal, "
         f"1/sqrt(fan-in): {listing([f'{name} {number(gain)}x' for name, gain in worst])}"
     )
-    return Diagnosis(INITIALISATION, confidence, words, _INITIALISE)
+    return Diagnosis(causes.INITIALISATION, confidence, words, _INITIALISE)
 
 
 def _too_small(evidence: Evidence) -> Diagnosis | None:
@@ -233,7 +224,7 @@ def _too_small(evidence: Evidence) -> Diagnosis | None:
         return None
     norms = listing([f"{evidence.history.names[p]} {number(norm_P[p])}" for p in places])
     words = f"at step {evidence.step(0)} the weights' norms are {norms}: too small at any fan-in"
-    return Diagnosis(INITIALISATION, 0.9, words, _INITIALISE)
+    return Diagnosis(causes.INITIALISATION, 0.9, words, _INITIALISE)
 
 
 def data_scale(evidence: Evidence) -> Diagnosis | None:
@@ -248,9 +239,9 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
             "use smaller initial weights (a gain of 1 in a recurrence), residual connections or normalisation, clip"
         )
         words = f"{evidence.first_gradient}; {evidence.grows_inside}"
-        return Diagnosis(INSIDE, rate.confidence + 0.2, words, remedy)
+        return Diagnosis(causes.INSIDE, rate.confidence + 0.2, words, remedy)
     by = 0.2 if evidence.is_of_large_data else -0.01
-    return Diagnosis(DATA_SCALE, rate.confidence + by, evidence.first_gradient, _NORMALISE)
+    return Diagnosis(causes.DATA_SCALE, rate.confidence + by, evidence.first_gradient, _NORMALISE)
 
 
 def loss_multiplied(evidence: Evidence) -> Diagnosis | None:
@@ -262,14 +253,14 @@ def loss_multiplied(evidence: Evidence) -> Diagnosis | None:
     since_N = evidence.log_norm_N[evidence.clean >= onset.sample]
     if len(since_N) < 2 or since_N.min() < since_N[0] - np.log(_ALIKE) or len(evidence.layers.by_module.names) < 2:
         return None
-    before = evidence.clean[evidence.clean < onset.sample][-16:]
+    before = evidence.clean[evidence.clean < onset.sample][-NEIGHBOURS:]
     with np.errstate(divide="ignore", invalid="ignore"):
         rise = np.append(evidence.layers.rise_at(onset.sample), loss_S[onset.sample] / np.median(loss_S[before]))
     if not rise[-1] > _MULTIPLIED or not np.nanmax(rise) < _ALIKE * np.nanmin(rise):
         return None
     words = (
-        f"at step {evidence.step(onset.sample)} the loss is {number(float(rise[-1]))}x the usual one, and so is the "
-        f"gradient of every layer, {number(float(np.nanmin(rise[:-1])))}x to {number(float(np.nanmax(rise[:-1])))}x"
+        f"at step {evidence.step(onset.sample)} the loss is {number(rise[-1])}x the usual one, and so is the "
+        f"gradient of every layer, {number(np.nanmin(rise[:-1]))}x to {number(np.nanmax(rise[:-1]))}x"
     )
     remedy = "check what changed in the loss at this step: its reduction, its weight, a missing division"
-    return Diagnosis(LOSS_SCALE, 0.95, words, remedy)
+    return Diagnosis(causes.LOSS_SCALE, 0.95, words, remedy)
