@@ -307,6 +307,24 @@ def test_nan_in_every_layer_at_any_loss_scale_may_be_an_overflow_of_the_forward(
         assert ("activations beyond the range of float16" in found) == both
 
 
+def test_a_missing_gradient_is_not_taken_for_nan():
+    values = (INF, INF, INF, INF, NAN)
+    samples = together(
+        [sample_of({"a": [v], "b": None}, step=s, skipped=True, loss_scale=2.0**-s) for s, v in enumerate(values, 1)]
+    )
+    assert "activations beyond the range of float16" not in {one.cause for one in diagnose(samples)}
+
+
+def test_two_samples_of_one_step_have_no_update_between_them():
+    weights = {1: 1.0, 2: 1.1, 3: 1.2}
+    samples = together(
+        [sample_of({"a": [1.0]}, step=step, parameters={"a": np.array([weights[step]])}) for step in (1, 2, 2, 3)]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        diagnose(samples)
+
+
 @pytest.mark.parametrize(("kind", "is_named"), [("Tanh", True), ("ReLU", False), ("Linear", True)])  # a function's
 def test_saturation_is_not_named_for_a_model_whose_activations_cannot_saturate(kind, is_named):
     # 8 layers, each with a tenth of the next one's gradient: ten million times over the depth.

@@ -51,7 +51,8 @@ class Parameters:
         together_P = ~np.any(np.isnan(sum_sq_SP), axis=0)  # the same set in all samples; the norm depends on the set
         total_S = np.sum(sum_sq_SP[:, together_P], axis=1)
         known = np.flatnonzero((total_S > 0) & np.isfinite(total_S) & ~broken_S)
-        of_update_N = np.diff(0.5 * np.log(total_S[known])) / np.diff(self.history.steps[known])
+        num_N = np.maximum(np.diff(self.history.steps[known]), 1)  # a sample that the loop left out makes no step
+        of_update_N = np.diff(0.5 * np.log(total_S[known])) / num_N
         return np.abs(np.expm1(np.clip(of_update_N, -700, 700))), known[:-1]
 
     def change_from(self, sample: int) -> float:

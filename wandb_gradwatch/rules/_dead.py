@@ -13,7 +13,7 @@ from .._analysis.memory import ALIKE, Streaks
 from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
-from ._base import FROM_1, SHARE, Alert, Bounds, PerKindRule
+from ._base import SHARE, Alert, Bounds, PerKindRule
 
 # S samples, P watched parameters, L modules
 
@@ -58,7 +58,7 @@ class DeadGradient(PerKindRule):
     _least: float = field(default=0.0, init=False, repr=False)
 
     title: ClassVar[str] = "Dead gradient"
-    bounds: ClassVar[Bounds] = {"max_ratio": SHARE, "patience": FROM_1}
+    bounds: ClassVar[Bounds] = {"max_ratio": SHARE, "patience": (1.0, 10_000.0)}
 
     def __post_init__(self) -> None:
         super().__post_init__()

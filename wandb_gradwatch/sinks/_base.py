@@ -68,7 +68,7 @@ class MemorySink(Sink):
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> memory = wandb_gradwatch.MemorySink()
-        >>> with wandb_gradwatch.watch(model, sinks=[memory]):
+        >>> with wandb_gradwatch.watch(model, sinks=[memory], sample_every=1):
         ...     for _ in range(3):
         ...         optimizer.zero_grad()
         ...         model(torch.tensor([[3.0, 4.0]])).sum().backward()  # the gradient is the input

@@ -187,7 +187,8 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
 def forward_overflow(evidence: Evidence) -> Diagnosis | None:
     """Overflow in the forward: NaN in every layer from the last one back, at any loss scale: no derivative made it."""
     skipped = evidence.num_last_skipped
-    if skipped < 3 or not evidence.history.num_nan[-skipped:].any(axis=1).all() or not evidence.layers.all_bad(-1):
+    has_nan_S = (evidence.history.num_nan[-skipped:] > 0).any(axis=1)  # a missing gradient has none
+    if skipped < 3 or not has_nan_S.all() or not evidence.layers.all_bad(-1):
         return None
     if evidence.began_with_inf(-1) or evidence.is_broken(-1):
         return None
