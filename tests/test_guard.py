@@ -88,13 +88,15 @@ def test_without_the_guard_the_poison_shows():
     assert any(value.isnan().any() for value in state.values())
 
 
-def test_a_guard_of_ones_own(watched):
+def test_a_guard_of_ones_own(watched, caplog):
     model, optimizer, sink = watched(dict(a=1), guard=lambda snapshot: snapshot.total_grad_norm[-1] > 5)
     for gradient in (1, 10, 2):
         step(model, optimizer, a=[gradient])
     assert model.a.item() == 1 - 1 - 2
     assert sink.merged().metrics["gradwatch/num_guarded_steps"].tolist() == [0, 1, 0]
     assert of(sink.merged(), "a", "grad_norm").tolist() == [1, 10, 2]
+    (told,) = [each for each in caplog.messages if "the guard skipped" in each]
+    assert told == "wandb_gradwatch: the guard skipped step 2, whose gradients its function calls unhealthy"
 
 
 def trained(gradients, optimizer=torch.optim.SGD, **options):

@@ -232,12 +232,13 @@ class StepSkipping(Listener):
                     self._notices.say("guard", f"{_UNHEARD} (step {step.number})")
                 bad, skipped, counts = bad or bool(is_bad or is_withheld), skipped or bool(is_withheld), True
                 if is_withheld and is_bad and not found:
-                    nonfinite = f"NaN or infinite elements ({num_nonfinite:.0f})"
-                    found = nonfinite if num_nonfinite else f"a norm of {math.sqrt(sum_sq):.3g}"
+                    nonfinite = f"have NaN or infinite elements ({num_nonfinite:.0f})"
+                    found = nonfinite if num_nonfinite else f"have a norm of {math.sqrt(sum_sq):.3g}"
+                    found = "its function calls unhealthy" if math.isnan(num_nonfinite) else found
                 if opinion.learns and not num_nonfinite and 0 < sum_sq < math.inf:
                     self._guard.norms.learn(*self._present(opinion.slots), math.sqrt(sum_sq), alarmed=bool(is_bad))
             if found:  # said here, because the rules receive only sampled steps
-                self._notices.say("skipped", f"the guard skipped step {step.number}, whose gradients have {found}")
+                self._notices.say("skipped", f"the guard skipped step {step.number}, whose gradients {found}")
             if counts:
                 with raised_to_the_user():
                     self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)

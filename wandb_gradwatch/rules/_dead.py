@@ -58,7 +58,7 @@ class DeadGradient(PerKindRule):
     _least: float = field(default=0.0, init=False, repr=False)
 
     title: ClassVar[str] = "Dead gradient"
-    bounds: ClassVar[Bounds] = {"max_ratio": SHARE, "patience": (1.0, 10_000.0)}
+    bounds: ClassVar[Bounds] = {"max_ratio": SHARE, "patience": (1.0, 1e9)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
