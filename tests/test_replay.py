@@ -213,6 +213,20 @@ def test_a_replay_that_raises_is_said_and_the_training_goes_on(caplog):
     assert all(torch.isfinite(parameter).all() for parameter in parameters)
 
 
+def test_a_sparse_gradient_is_run_again_too(caplog):
+    embedding, layer = nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1)
+
+    def poison(weight):
+        if weight.grad.coalesce().indices().max() == 3:
+            weight.grad._values().fill_(torch.nan)
+
+    embedding.weight.register_post_accumulate_grad_hook(poison)
+    batches = [torch.tensor([1, 2])] * 4 + [torch.tensor([3, 3])] + [torch.tensor([1, 2])]
+    _, alerts, _ = train(batches, model=nn.Sequential(embedding, layer))
+    assert [(alert.title, alert.step) for alert in alerts] == [("NaN gradient", 5)]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 def test_nothing_stays_on_the_model_and_it_can_be_copied():
     model = Fails()
     watcher = wandb_gradwatch.watch(model, sinks=[MemorySink()], guard="skip")

@@ -164,7 +164,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     ) -> Any:
         kwargs = kwargs or {}
         operation = str(func.overloadpacket)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if is_measurable(leaf)]
+        given = _tensors_in((args, kwargs))
         if operation.startswith(_OVERWRITES):
             given = given[1:]
         is_mutable = func._schema.is_mutable  # it may overwrite what it reads
@@ -172,7 +172,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         result = func(*args, **kwargs)
         # An operation without a result, such as the optimizers' operations on lists, writes to its arguments.
         written = result if func._schema.returns else _written(func._schema, args, kwargs)
-        outputs = [leaf for leaf in tree_leaves(written) if is_measurable(leaf)]
+        outputs = _tensors_in(written)
         if operation.startswith(_ALLOCATES):
             for tensor in outputs:
                 tensor.zero_()  # so that leftovers in uninitialised memory are not reported
@@ -229,7 +229,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def finding(self, sinks: Iterable[tuple[str, Tensor]]) -> Finding | None:
         """Return the origin of the first bad tensor among these, which should be finite; each has a description."""
-        for name, tensor in sinks:
+        for name, tensor in ((name, stored) for name, sink in sinks for stored in _tensors_in(sink)):
             worst, known = _worst(tensor), self._origins.get(_storage(tensor))
             if known is not None and worst > (_INF if known[1].is_intended else _FINITE):
                 return self._in_words(known[1], name)
@@ -248,6 +248,13 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             lines.append(f"Within a factor of {_NEAR_OVERFLOW:g} of the largest number of their format: {listed}.")
         lines.append(f"Remedy: {REMEDIES[None]}.")
         return replace(found, text="\n".join(lines))
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors with elements; of a sparse one, the elements that it stores."""
+    leaves = filter(is_measurable, tree_leaves(tree))
+    stored = (leaf._values() if leaf.layout is torch.sparse_coo else leaf for leaf in leaves)
+    return [one for one in stored if one.layout is torch.strided and one.numel()]
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
