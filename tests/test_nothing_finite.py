@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import torch
@@ -89,3 +90,18 @@ def test_a_parameter_without_a_finite_element_has_no_norm():
     torch.optim.SGD(model.parameters(), lr=0.0).step()
     watcher.remove()
     assert np.isnan(sink.snapshots[0].param_norm).all()
+
+
+def test_gradients_whose_squares_overflow_float64_warn_of_no_arithmetic():
+    model = torch.nn.Linear(3, 2).double()
+    watcher, sink = watch(model, rules=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        for exponent in range(0, 240, 4):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 3).double()) * 10.0**exponent).sum().backward()
+            optimizer.step()
+        watcher.remove()
+    assert not told
+    assert sink.merged().total_grad_norm[-1] == math.inf

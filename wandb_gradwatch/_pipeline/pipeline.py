@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,10 @@ from .rule_runner import RuleRunner
 from .waiting import WaitingSamples
 
 # P watched parameters, C columns
+
+# Norms of float64 gradients may be infinite: nobody wants to be warned of arithmetic with them. Not a decorator, whose
+# state before NumPy 2 is wrong after a call within a call, as by a user's callback that flushes.
+_extremes: Final = partial(np.errstate, over="ignore", invalid="ignore", divide="ignore")
 
 _UNUSUAL_GROWTH: Final = 3.0  # a norm that grew by this factor is unusual: more samples are taken, without an alert
 _KNOWN: Final = 4  # number of samples before one can be unusual
@@ -124,7 +129,8 @@ class Pipeline:
 
         def attempt(action: Callable[..., None], *arguments: Any) -> None:
             try:
-                action(*arguments)
+                with _extremes():
+                    action(*arguments)
             except CallbackError as error:
                 raised.append(error)
 
@@ -147,7 +153,6 @@ class Pipeline:
         if raised:
             raise raised[0]
 
-    @np.errstate(over="ignore", invalid="ignore")
     def _take(self, sample: ArrivedSample) -> None:
         if self._rank_parts is not None:
             whole, self._rank_parts = self._rank_parts.whole(), None
@@ -283,13 +288,14 @@ class Pipeline:
 
     def rescue(self) -> None:
         """After an error of the monitor, write the open window without its histogram, unless the model is sharded."""
-        while self._arrived:
-            arrived, _ = self._arrived.popleft()
-            if isinstance(arrived, ArrivedSample):
-                self._take(arrived)
-        if self.window and not self._shards.any:
-            samples, self.window = self.window, []
-            self._write(samples, NO_HISTOGRAM, self._overhead_ratio())
+        with _extremes():
+            while self._arrived:
+                arrived, _ = self._arrived.popleft()
+                if isinstance(arrived, ArrivedSample):
+                    self._take(arrived)
+            if self.window and not self._shards.any:
+                samples, self.window = self.window, []
+                self._write(samples, NO_HISTOGRAM, self._overhead_ratio())
 
     def close(self) -> None:
         """End the thread of the merge over ranks. Idempotent."""
