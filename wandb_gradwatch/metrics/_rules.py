@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import listing, number
-from .._analysis.memory import Remembers
 from .._measure.columns import FloatArray
 from ..rules import Alert
-from ..rules._base import FROM_0, FROM_1, Bounds, Level, ShippedRule, finding, values_of
+from ..rules._base import FROM_0, FROM_1, Bounds, Level, ShippedRule, values_of
 from ..snapshot import Snapshot, keys
 
 # S samples in the window
@@ -60,7 +59,7 @@ class _MetricRule(ShippedRule, ABC):
         said = {"num": len(found), "first": first, "told": _said(found[first])} | limits
         fact, cause, remedy = self._fact(found, said), self.cause.format(**said), self.remedy.format(**said)
         names = listing(found, lambda name: self.item.format(name=name, told=_said(found[name])))
-        return finding(self.title, f"Step {step}: {fact}", names, cause, remedy, step, self.level)
+        return self._finding(step, fact, cause, remedy, layers=names, level=self.level)
 
     def _fact(self, found: Mapping[str, Any], said: Mapping[str, Any]) -> str:
         return self.fact.format(**said)
@@ -275,7 +274,7 @@ class GrowingLogits(_LargestOfHeads):
 
 
 @dataclass(kw_only=True)
-class RanksDisagree(Remembers):
+class RanksDisagree(ShippedRule):
     """The alert "Ranks disagree": a rank's replica of the parameters differs from the others. Names the rank.
 
     Replicas that begin alike and apply the same updates have the same bits. A rank that differs trains another model,
@@ -302,8 +301,8 @@ class RanksDisagree(Remembers):
                 self._apart = sorted(int(name.removeprefix("rank_")) for name in apart if apart[name][sample] == 1)
             if self._apart:
                 which, step = listing(self._apart, lambda rank: f"rank {rank}"), int(snapshot.steps[sample])
-                fact = f"Step {step}: the parameters of {which} are not those that most ranks have."
-                yield finding(self.title, fact, "", self.cause, self.remedy, step, "ERROR")
+                fact = f"the parameters of {which} are not those that most ranks have."
+                yield self._finding(step, fact, self.cause, self.remedy, level="ERROR")
 
 
 @dataclass(kw_only=True)
@@ -338,8 +337,8 @@ class SlowRank(ShippedRule):
             self._last = rank
             if self._in_a_row >= self.patience:
                 fact = (
-                    f"Step {step}: rank {int(rank)} has needed more than {number(self.factor)} times as long as the "
+                    f"rank {int(rank)} has needed more than {number(self.factor)} times as long as the "
                     f"median rank for {self.patience} samples, now {number(slowest)} s and not {number(median)} s, and "
                     "the others wait for it."
                 )
-                yield finding(self.title, fact, "", self.cause, self.remedy, step)
+                yield self._finding(step, fact, self.cause, self.remedy)
