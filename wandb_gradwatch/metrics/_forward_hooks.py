@@ -124,17 +124,21 @@ class ForwardHooks:
         self._owner, self._on_logged, self._when = owner, on_logged, when
         self._hooked: dict[At, dict[str, tuple[weakref.ref[nn.Module], RemovableHandle]]] = {}  # by name
 
-    def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput, *, at: At = "end") -> None:
-        """Hook the chosen modules at this place, and no others; of modules with the same name, the outermost.
-
-        "any end" also runs after a forward that raised; its hook gets None as the output, like one at the "beginning".
-        """
+    def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput) -> None:
+        """Hook the ends of the chosen modules' forwards, and no others; of modules with one name, the outermost."""
         self.names.clear()
         wanted: dict[str, nn.Module] = {}
         for name, module in self.models.modules():
             self.names[module] = name
             if name not in wanted and chosen(name, module):
                 wanted[name] = module
+        self.attach(wanted, seen, at="end")
+
+    def attach(self, wanted: Mapping[str, nn.Module], seen: SeenOutput, *, at: At) -> None:
+        """Hook these modules at this place, and no others.
+
+        "any end" also runs after a forward that raised; its hook gets None as the output, like one at the "beginning".
+        """
         hooked = self._hooked.setdefault(at, {})
         for name in [name for name, (module, _) in hooked.items() if module() is not wanted.get(name)]:
             hooked.pop(name)[1].remove()  # the module was removed or moved, for instance into a wrapper

@@ -318,10 +318,10 @@ class ForwardProbe(ModuleProbe):
                 store.pending = {}  # the values belong to no sample
             return
         self._match.look_at(self._hooks.models)  # there may be new modules
-        roots = {prefix.removesuffix(".") or ROOT for prefix, _ in self._hooks.models.alive()}
+        roots = {prefix.removesuffix(".") or ROOT: model for prefix, model in self._hooks.models.alive()}
         self._hooks.hook(self.sees, self.forward_done)
-        self._hooks.hook(lambda name, _: name in roots, self.forward_begins, at="beginning")
-        self._hooks.hook(lambda name, _: name in roots, self._forward_ends, at="any end")
+        self._hooks.attach(roots, self.forward_begins, at="beginning")
+        self._hooks.attach(roots, self._forward_ends, at="any end")
         self._hooks.open()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
