@@ -51,7 +51,8 @@ def measure_pieces(
     layout = FLOAT32 if values.dtype == FLOAT32.float_dtype else FLOAT64
     unsigned, no_sign = values.view(layout.unsigned), layout.sign - 1
     in_range = values.size * _SMALL_SQ < total_sq < np.inf or not _is_large(values, starts)
-    if not in_range and (total_sq or np.bitwise_or.reduce(unsigned) & no_sign):  # two times as fast as values.any()
+    # Two times as fast as values.any(). As a Python number, because NumPy 1 combines no uint64 with one.
+    if not in_range and (total_sq or int(np.bitwise_or.reduce(unsigned)) & no_sign):
         sum_G, sum_sq_G = _sums(values.astype(np.float64, copy=False), starts, whole)
     rows_GC = np.zeros((len(starts), NUM_COLUMNS))
     rows_GC[:, Column.RECEIVED_SUM_SQ] = sum_sq_G
