@@ -6,6 +6,7 @@ The default cadence samples the first ten steps, and then as often as a budget a
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,13 +19,13 @@ import wandb_gradwatch
 from wandb_gradwatch import MemorySink
 from wandb_gradwatch._analysis.baseline import evenly_apart, steady_growth
 from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
-from wandb_gradwatch.rules import ExplodingGradient, FastParameters
+from wandb_gradwatch.rules import ExplodingGradient, FastParameters, VanishingGradient
 from wandb_gradwatch.snapshot import Snapshot, keys
 
 FIRST = list(range(1, 11))
 
 
-def at(steps: list[int], norms: list[float]) -> Snapshot:
+def at(steps: Sequence[int], norms: list[float]) -> Snapshot:
     return replace(of_norms(norms), steps=np.array(steps))
 
 
@@ -61,11 +62,30 @@ def test_after_five_samples_at_its_own_distance_a_spike_is_told_as_in_any_run() 
     assert [alert.step for alert in ExplodingGradient().check(at(steps, norms))] == [810]
 
 
-@pytest.mark.parametrize(("every", "is_rise"), [(1, True), (20, False)])
-def test_a_rise_over_hundreds_of_steps_is_a_slow_one_however_few_samples_show_it(every: int, is_rise: bool) -> None:
-    """A factor of 30 in 7 samples: too much for 7 steps, but below the limit for 120 steps, which is 5 * 20."""
+@pytest.mark.parametrize(
+    ("steps", "is_rise"), [(range(12), True), (range(0, 240, 20), False), ([*range(0, 220, 20), 201], False)]
+)
+def test_a_rise_over_hundreds_of_steps_is_a_slow_one_however_few_samples_show_it(
+    steps: Sequence[int], is_rise: bool
+) -> None:
+    """A factor of 30 in 7 samples: too much for 7 steps, but below the limit for 120 steps, which is 5 * 20.
+
+    Nor do two consecutive samples at the end, as at the beginning of a burst, make it a fast one.
+    """
     norms = np.log([1.0] * 5 + [30 ** (number / 6) for number in range(7)])
-    assert (steady_growth(norms.tolist(), factor=20.0, every=every) is not None) is is_rise
+    assert (steady_growth(norms.tolist(), steps, factor=20.0) is not None) is is_rise
+
+
+def test_a_training_that_converges_between_two_samples_has_not_vanished() -> None:
+    """The norm falls tenfold in 20 steps, down to 1e-8. The mean of the norms above the floor lags ten samples behind.
+
+    A norm that falls from 1 to 1e-8 between two of these samples has vanished.
+    """
+    steps = range(0, 600, 20)
+    converging = [max(10.0**-number, 1e-8) for number in range(len(steps))]
+    assert not list(VanishingGradient().check(at(steps, converging)))
+    vanished = [1.0] * 10 + [1e-8] * (len(steps) - 10)
+    assert next(iter(VanishingGradient().check(at(steps, vanished)))).step == steps[19]
 
 
 def test_parameters_that_moved_a_fifth_in_a_hundred_steps_were_not_written_at_once() -> None:

@@ -79,13 +79,13 @@ def evenly_apart(steps: Sequence[int]) -> list[int]:
     return kept[::-1]
 
 
-def steady_growth(log_norms_N: Sequence[float], *, factor: float, every: int = 1) -> Growth | None:
+def steady_growth(log_norms_N: Sequence[float], steps_N: Sequence[int], *, factor: float) -> Growth | None:
     """The shortest steady rise up to the last sample, by at least `factor` above all earlier norms; None without one.
 
     A rise is steady if a straight line through the last log norms rises by that factor with a t-value of at least 8
     (more for few samples). Scatter, a single spike and a jump to a new level are not steady. A rise over more than 40
     steps must be 5 times as large, because norms also grow slowly when the loss leaves a plateau. The rise must exceed
-    the norms before it: a return to an earlier level is not growth. `every`: number of steps between samples.
+    the norms before it: a return to an earlier level is not growth.
     """
     if len(log_norms_N) < _GROWTH_LENGTHS[0] or log_norms_N[-1] - min(log_norms_N) < math.log(factor):
         return None
@@ -100,7 +100,8 @@ def steady_growth(log_norms_N: Sequence[float], *, factor: float, every: int = 1
         scatter = math.sqrt(float(np.sum((y - y.mean() - slope * x) ** 2)) / (length - 2) / float(x @ x))
         needed = student_factor(4.0, length - 1)  # degrees of freedom: length - 2
         steady = slope > max(needed, 8.0) * scatter and float(np.max(np.diff(y))) < rise / 2  # otherwise a jump
-        needed_factor = factor if length * every <= _QUICK else factor * _SLOW_FACTOR
+        num_steps = (steps_N[-1] - steps_N[-length]) * length / (length - 1)
+        needed_factor = factor if num_steps <= _QUICK else factor * _SLOW_FACTOR
         largest_before = float(past[:-length].max(initial=-math.inf))
         if steady and min(rise, y[-1] - largest_before) >= math.log(needed_factor):
             return Growth(factor=bounded_exp(rise), num_samples=length)

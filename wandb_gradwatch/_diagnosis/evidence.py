@@ -275,8 +275,9 @@ class Evidence:
     @cached_property
     def growth(self) -> tuple[Growth, int] | None:
         """The last steady rise of the norm by a factor of 20 or more, and its last sample; None if there is none."""
+        # A cause needs less evidence than an alert: the samples count as consecutive steps.
         for end in range(len(self.log_norm_N), 0, -1):
-            rise = steady_growth(self.log_norm_N[:end].tolist(), factor=20.0)
+            rise = steady_growth(self.log_norm_N[:end].tolist(), range(end), factor=20.0)
             if rise is not None:
                 return rise, int(self.clean[end - 1])
         return None

@@ -122,11 +122,12 @@ class _Past(Remembers):
             del self.norms[0], self.steps[0]
         return gap
 
-    def evenly_apart(self, gap: int) -> list[float]:
-        """Return the newest norm and the earlier ones that are as far apart as the newest two, `gap` steps."""
-        if min(map(operator.sub, self.steps[1:], self.steps), default=gap) >= gap / 2:
-            return self.norms
-        return [self.norms[place] for place in evenly_apart(self.steps)]
+    def evenly_apart(self, gap: int) -> tuple[list[float], list[int]]:
+        """Return the newest norm and the earlier ones that are as far apart as the newest two, `gap`, and the steps."""
+        if gap == 1 or min(map(operator.sub, self.steps[1:], self.steps), default=gap) >= gap / 2:
+            return self.norms, self.steps
+        places = evenly_apart(self.steps)
+        return [self.norms[place] for place in places], [self.steps[place] for place in places]
 
     def survive(self, log_norm: float) -> None:
         """Record that this norm was no explosion."""
@@ -235,7 +236,7 @@ class ExplodingGradient(ShippedRule):
         log_norm = max(math.log(norm) if norm < math.inf else 1e3, small)
         gap = past.see(log_norm, step)
         past.num_moving = past.num_moving + 1 if moved else 0
-        norms = past.norms if gap == 1 else past.evenly_apart(gap)
+        norms, steps = past.evenly_apart(gap)
         limit = self._log_limit(past, norms, gap, moved)
         if self.threshold is not None and norm > self.threshold:
             words = f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"
@@ -249,7 +250,7 @@ class ExplodingGradient(ShippedRule):
         # edge of stability. If the loss does not rise with it, a plateau is left or a gate opens.
         if self.growth and log_norm - min(norms) >= math.log(self.growth):
             harms = log_norm > past.beginning + math.log(self.min_factor) and past.progress.may_have_risen()
-            if (moved or harms) and (rise := steady_growth(norms, factor=self.growth, every=gap)) is not None:
+            if (moved or harms) and (rise := steady_growth(norms, steps, factor=self.growth)) is not None:
                 more = " or more" if norms[-rise.num_samples] <= small else ""
                 words = (
                     f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times{more} over the "

@@ -72,7 +72,8 @@ class VanishingGradient(PerKindRule):
     _num_small: int = field(default=0, init=False)
     _num_faded: int = field(default=0, init=False)
     _steepest: float = field(default=0.0, init=False)  # the largest factor among these samples
-    _last_large: float = field(default=math.nan, init=False)  # moving geometric mean of norms above the floor
+    _last_large: float = field(default=math.nan, init=False)  # the last norm above the floor
+    _usual_large: float = field(default=math.nan, init=False)  # moving geometric mean of these norms
     _converged: bool = field(default=False, init=False)
     _faint: Streaks = field(default_factory=Streaks, init=False, repr=False)
     _rounded: Streaks = field(default_factory=Streaks, init=False, repr=False)
@@ -148,12 +149,12 @@ class VanishingGradient(PerKindRule):
     def _is_small(self, norm: float) -> bool:
         if norm >= self.min_norm:
             # A geometric mean, because after convergence one batch in ten has a norm a thousand times as large.
-            before = norm if math.isnan(self._last_large) else self._last_large
-            self._last_large = before**0.9 * norm**0.1
+            before = norm if math.isnan(self._usual_large) else self._usual_large
+            self._last_large, self._usual_large = norm, before**0.9 * norm**0.1
             self._num_small, self._converged = 0, False
             return False
-        if self._num_small == 0:
-            self._converged = self._last_large < _ABRUPT * self.min_norm
+        if self._num_small == 0:  # with steps between samples, the mean lags behind a convergence
+            self._converged = min(self._last_large, self._usual_large) < _ABRUPT * self.min_norm
         self._num_small += 1
         return not self._converged
 
