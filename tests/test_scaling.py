@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -162,6 +163,22 @@ def test_two_watchers_of_one_optimizers_models_both_divide_by_the_scale(unscale)
         assert snapshot.total_grad_norm.tolist() == [norm] * 4
         assert snapshot.loss_scale.tolist() == [SCALE] * 4
         assert not snapshot.skipped.any()
+
+
+def test_fsdps_own_scaler_is_followed_if_it_is_imported_after_the_first_watch(monkeypatch):
+    """A second watch() wraps what is new. Without it, the gradients of FSDP1 seemed 65536 times as large."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    models, original = [nn.Linear(2, 1), nn.Linear(2, 1)], ShardedGradScaler.scale
+    with monkeypatch.context() as before_the_import:
+        before_the_import.delitem(sys.modules, "torch.distributed.fsdp")
+        first, _ = watch(models[0])
+    assert ShardedGradScaler.scale is original
+    second, _ = watch(models[1])
+    assert ShardedGradScaler.scale is not original
+    second.remove()
+    first.remove()
+    assert ShardedGradScaler.scale is original
 
 
 def test_an_optimizer_without_the_scaler_is_not_divided():

@@ -92,9 +92,11 @@ class GradScalers(Listeners):
 
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
         classes: list[type] = [GradScaler]
-        # It overrides `scale` and `unscale_`. Only a program that has imported it can use it.
-        if (sharded := sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")) is not None:
-            classes.append(sharded.ShardedGradScaler)
+        # It overrides `scale` and `unscale_`. A program that has imported FSDP may import it after watch().
+        if "torch.distributed.fsdp" in sys.modules:
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            classes.append(ShardedGradScaler)
         methods = {"scale": self._scale, "unscale_": self._unscale, "step": self._step}
         of_scalers = [(cls, name, wrapper) for cls in classes for name, wrapper in methods.items()]
         return of_scalers + [(module, name, self._clip) for module in (clip_grad, utils) for name in _CLIPPING]

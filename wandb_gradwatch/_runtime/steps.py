@@ -142,8 +142,10 @@ class Listeners:
         return ()
 
     def _install(self) -> None:
-        for owner, name, wrapper in () if self._originals else self._wrappers():
-            if (original := owner.__dict__.get(name)) is not None:  # an inherited method is wrapped at its own class
+        installed = {(owner, name) for owner, name, _ in self._originals}
+        for owner, name, wrapper in self._wrappers():
+            original = owner.__dict__.get(name)  # None: an inherited method is wrapped at its own class
+            if original is not None and (owner, name) not in installed:
                 self._originals.append((owner, name, original))
                 setattr(owner, name, _wrapped(original, wrapper))
 
