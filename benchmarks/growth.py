@@ -179,8 +179,8 @@ Made by `python -m benchmarks.growth` on {machine["device"]}, {machine["cores"]}
 ## Tensors, and series in W&B
 
 Tensors of {ELEMENTS} elements, so that the calls take the time, not reading memory; medians of {found["rounds"]}
-pairs, in milliseconds of processor time per step. Rows include histograms. Above 256 names, series are grouped by
-module, with one message, and rows stop growing.
+pairs, in milliseconds of processor time per step. Rows include histograms. Above 256 names, series are grouped,
+with one message, and rows stop growing.
 
 | tensors | unwatched | added, not sampled | added, sampled | µs per tensor | metric names | KiB per row |
 | --: | --: | --: | --: | --: | --: | --: |
@@ -199,7 +199,8 @@ Memory, files, threads and time do not grow with the number of steps, as `tests/
 
 ## Ranks
 
-Only sharded models are merged over ranks, by three all-reduces per flush: a check that all ranks merge the same window
+Sharded models, ranks with different parameters, and those with `Ranks()` or `NoiseScale()` are merged over ranks, by
+three all-reduces per flush: a check that all ranks merge the same window
 (two numbers), the sums, and the extremes. Their size does not depend on the number of ranks. These are the sizes for a
 window of {SAMPLES} samples, as `sample_every=1`
 makes them, with its histogram:

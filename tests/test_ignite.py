@@ -161,6 +161,7 @@ def test_a_checkpoint_carries_the_step_and_what_is_usual() -> None:
         ({"stds": -1}, ValueError, r"stds=-1 must be a number, at least 0, or None"),
         ({"threshold": 1}, TypeError, r"GradWatch got an unexpected argument 'threshold'"),
         ({"guard": "skip", "skip": True}, TypeError, r"GradWatch got an unexpected argument 'guard'"),
+        ({"sample_every": 5}, TypeError, r"GradWatch got an unexpected argument 'sample_every'"),
     ],
 )
 def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Exception], match: str) -> None:

@@ -107,6 +107,14 @@ def test_a_dead_expert_raises_an_alert_after_ten_samples_and_a_healthy_router_ra
     assert "gates.0 (1 expert)." in alert.text
 
 
+def test_experts_that_take_turns_at_getting_no_token_are_alive() -> None:
+    """Small batches leave some expert without a token in every sample, but never the same one."""
+    resting = np.tile(np.eye(4)[:, None, :] * -9.0, (6, 8, 1)) + np.eye(4)[np.arange(8) % 4]
+    found, sink = routed([[[of]] for of in resting.tolist()])
+    assert found["router/gates.0/dead_experts"].tolist() == [1] * 24
+    assert not sink.alerts
+
+
 def test_the_numbers_over_all_layers_are_not_counted_as_another_router() -> None:
     one_expert = [[[[9.0, 0.0, 0.0]]] * 2]  # both layers send all tokens to the first of three experts
     [alert] = routed([one_expert] * 12, num_layers=2)[1].alerts

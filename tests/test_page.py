@@ -94,6 +94,13 @@ def test_every_key_of_a_real_run_is_read_and_has_its_picture(history: RunHistory
     assert history.notes == ()
 
 
+def test_details_of_layers_are_series_of_the_layers_and_no_scalars_of_the_user() -> None:
+    history = read_rows(*({"gradwatch/step": step, "grad_norm/a": 1.0, "grad_std/a": 0.5} for step in (10, 20)))
+    assert not history.own
+    [layers] = build_payload(history)[0]["grids"]
+    assert [metric["key"] for metric in layers["metrics"]] == ["grad_norm", "grad_std"]
+
+
 def test_a_value_that_was_not_logged_is_missing_and_never_zero(history: RunHistory) -> None:
     frozen = history.first_of("grad_norm/" + FROZEN.replace(".", "/"))
     # The layer is frozen before step 100, so that the windows that end at steps 10 to 90 have no gradient of it.

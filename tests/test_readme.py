@@ -144,7 +144,7 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
         ("NoGradient", "patience"): "has no gradient: for {:g} samples;",
         ("NoGradient", "zero_patience"): "exactly 0 for {:g}, for 3 where the loss",
         ("UnchangedParameters", "unknown_patience"): "over {:g} steps where no optimizer",
-        ("UnchangedParameters", "zero_patience"): "matter, over {:g} and a tenth of the run",
+        ("UnchangedParameters", "zero_patience"): "matter, over {:g}, and over a tenth of the run",
         ("UnchangedParameters", "patience"): "otherwise {:g}; or",
         ("PoorInitialisation", "max_gain"): "above {:g} times",
         ("PoorInitialisation", "min_gain"): "below {:g} times",

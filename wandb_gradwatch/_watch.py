@@ -110,7 +110,7 @@ def watch(
             steps (unless they cost far too much), and up to 32 in a row after something unusual. On the CPU, one small
             gradient is checked in between: a step in which its norm is suddenly unusual is measured, too.
         log_every: log a row every n optimizer steps. If `sample_every` is None, a row that costs as much as several
-            samples waits until the window has that many.
+            samples waits until the window has twice that many.
         histogram_every: take histograms every n optimizer steps. None: for every row. 0: never.
         max_overhead: the largest share of the training time that monitoring may take, 0.01 is one percent, if
             `sample_every` is None.
@@ -148,8 +148,8 @@ def watch(
             compiled.
 
     Cost: a sampled step reads every gradient and every parameter in one batched pass and never waits for the device;
-    other steps are only counted, with the hooks off. A hook per parameter runs at every step if there is a guard, if
-    optimizers step inside the backward, or if there is no optimizer. Measured in docs/benchmarks.md and docs/growth.md.
+    other steps are only counted, with the hooks off; two hooks stay if optimizers step inside the backward or if there
+    is no optimizer, and all of them with a guard. Measured in docs/benchmarks.md and docs/growth.md.
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
     logs = ("gradients", "parameters", "all")

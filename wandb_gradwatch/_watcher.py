@@ -154,7 +154,7 @@ class Watcher:
 
     @property
     def metric_seconds(self) -> dict[str, float]:
-        """The host time in seconds that each of `metrics=` has taken so far, by the metric's name.
+        """The host time in seconds of each of `metrics=` so far, by its repr; all `Metric`s share one entry.
 
         On a GPU this is the time to launch the work; `gradwatch/overhead_ratio` includes the device's time too.
         """

@@ -84,7 +84,7 @@ class RunHistory:
     def names(self) -> list[str]:
         """The watched names as in the keys, with `/` for `.`, in the model's order; see in_order."""
         parts = (key.partition("/") for key in self.values)
-        found = dict.fromkeys(name for family, slash, name in parts if slash and family in keys.LAYER_FAMILIES)
+        found = dict.fromkeys(name for family, slash, name in parts if slash and family in keys.LAYER_SCALARS)
         return self.in_order(found | dict.fromkeys(self.histograms))
 
     @property

@@ -101,7 +101,7 @@ def _grids(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
     """Return the layers' grid first, then one grid per family of watch(metrics=...), with its histograms."""
     values, num_rows = history.values, len(history.steps)
     layers = {
-        name: {metric: values[f"{metric}/{name}"] for metric in keys.LAYER_FAMILIES if f"{metric}/{name}" in values}
+        name: {metric: values[f"{metric}/{name}"] for metric in keys.LAYER_SCALARS if f"{metric}/{name}" in values}
         for name in history.names
     }
     grids = [_grid("layer", history, layers, picture_width(num_rows, len(layers), MAX_CELLS), blob)]

@@ -90,7 +90,7 @@ class GradWatch(Watching):
         run: Any = None,
         **watch_options: Any,
     ) -> None:
-        reserved = ("run", "start_step", *(("guard",) if skip else ()))
+        reserved = ("run", "start_step", "sample_every", *(("guard",) if skip else ()))
         # Shown at once, so that handlers of ITERATION_COMPLETED, such as loggers, find the sample in the metrics.
         self._session = Session(
             type(self).__name__, watch_options, reserved=reserved, on_sample=_while_alive(self._show)

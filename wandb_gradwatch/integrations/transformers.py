@@ -30,8 +30,9 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
 
     The active W&B run, such as the Trainer's own with `report_to="wandb"`, receives the rows, histograms and alerts of
     `wandb_gradwatch.watch`; steps are the Trainer's global steps, also after resuming. `state.log_history` receives
-    `gradwatch/grad_norm`, `grad_mean`, `grad_std` and `grad_sparsity` of every `logging_steps`-th step, or of the next
-    measured step (`sample_every=1` measures all). During training, `callback.watcher` is the Watcher.
+    `gradwatch/grad_norm`, `grad_mean`, `grad_std` and `grad_sparsity` of every `log_every`-th step (by default
+    `logging_steps`), or of the next measured step (`sample_every=1` measures all). During training,
+    `callback.watcher` is the Watcher.
 
     `gradwatch/loss` is the loss that the Trainer differentiates, averaged over micro-batches as the Trainer does.
 

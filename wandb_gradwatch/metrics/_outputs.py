@@ -54,7 +54,7 @@ class Activations(ForwardProbe):
             merged and logged with the later sample as `activation/<module>.eval/<statistic>`.
 
     Cost: at a sampled step (with `evaluation` at every forward of an evaluation) one batched pass over each matching
-        tensor, and 13 numbers per tensor until the sample is complete, 259 more with a histogram. At other steps 1 us
+        tensor, and 15 numbers per tensor until the sample is complete, 257 more with a histogram. At other steps 1 us
         per matching module, with `evaluation` 2 us.
 
     Raises:

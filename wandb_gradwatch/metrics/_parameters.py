@@ -296,7 +296,7 @@ class Spectrum(SubjectProbe, ParameterProbe):
         of: any of "parameter" (before the update), "gradient" (without the loss scale, before clipping) and "update".
 
     Memory: a vector with one element per column for each matrix and each of `of`; with "update" a copy of the matching
-    parameters while an optimizer steps. Cost: 2 matrix-vector products and a norm per matrix at a sampled step, 40 at
+    parameters while an optimizer steps. Cost: 3 matrix-vector products and a norm per matrix at a sampled step, 41 at
     the first. Each flush sends one number per column of a sharded matrix (per row, if the columns are sharded).
 
     Raises:

@@ -1,6 +1,7 @@
 """Rules for the numbers that probes measure. They are pure functions from snapshots to alerts."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -162,7 +163,7 @@ class EntropyCollapse(_LargestOfHeads):
     """The alert "Attention entropy collapse": every head of an attention attends to one position only.
 
     One such head is healthy (it may copy the previous token). All heads of a layer, for several samples in a row and
-    not from the first sample on, indicate logits that grow without bound.
+    after a sample with more entropy, indicate logits that grow without bound.
 
     Args:
         threshold: a head attends to one position if entropy / largest possible entropy is below this.
@@ -195,6 +196,8 @@ class EntropyCollapse(_LargestOfHeads):
 class DeadExperts(_MetricRule):
     """The alert "Dead experts": an expert of a mixture gets no token for many samples in a row.
 
+    It needs the loads of single experts, which `Router` logs for up to 2,000 experts over all layers.
+
     Args:
         patience: the number of samples in a row.
     """
@@ -202,7 +205,7 @@ class DeadExperts(_MetricRule):
     patience: int = 10
 
     title = "Dead experts"
-    metric = (keys.ROUTER, keys.DEAD_EXPERTS)
+    metric = (keys.ROUTER, keys.LOAD_RATIO)
     bounds: ClassVar[Bounds] = {"patience": FROM_1}
     fact = "{num} of the routers sent no token to some experts for {patience} samples."
     item = "{name} ({told})"
@@ -210,12 +213,15 @@ class DeadExperts(_MetricRule):
     remedy = "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate"
 
     def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
-        return {name: num_S for name, num_S in super()._series(snapshot).items() if not name.startswith(POOLED)}
+        return {name: load_S for name, load_S in super()._series(snapshot).items() if not name.startswith(POOLED)}
 
-    def _judge(self, name: str, value: float, step: int) -> str | None:
-        self._past[name] = self._past.get(name, 0) + 1 if value else 0
-        dead = f"{value:.0f} expert{'' if value == 1 else 's'}"
-        return dead if self._past[name] >= self.patience else None
+    def _judge(self, name: str, value: float, step: int) -> bool | None:
+        self._past[name] = 0 if value else self._past.get(name, 0) + 1
+        return self._past[name] >= self.patience or None
+
+    def _alert(self, step: int, found: Mapping[str, Any]) -> Alert:
+        of_router = Counter(name.rpartition("/")[0] for name in found)
+        return super()._alert(step, {name: f"{num} expert{'s' * (num > 1)}" for name, num in of_router.items()})
 
 
 @dataclass(kw_only=True)

@@ -239,7 +239,7 @@ class Router(ForwardProbe):
         ValueError: top_k is not positive; watch() raises it if match matches no module.
     """
 
-    logs, brings = frozenset({(keys.ROUTER, keys.DEAD_EXPERTS)}), (DeadExperts,)
+    logs, brings = frozenset({(keys.ROUTER, keys.LOAD_RATIO)}), (DeadExperts,)
     pooled = POOLED  # in place of a module's name; watch() gives each further Router another one
 
     def __init__(self, match: ModuleFilter, *, top_k: int = 1) -> None:
@@ -280,7 +280,7 @@ class Router(ForwardProbe):
                 "load_entropy_ratio": torch.special.entr(share_E).sum() / math.log(num),
             }
             if name == self.pooled or sum(num_experts) <= MAX_EXPERT_KEYS:
-                numbers |= {f"expert_{expert}/load_ratio": share * num for expert, share in enumerate(share_E)}
+                numbers |= {f"expert_{expert}/{keys.LOAD_RATIO}": share * num for expert, share in enumerate(share_E)}
             taken |= {f"{keys.ROUTER}/{name}/{what}": number for what, number in numbers.items()}
         return taken
 

@@ -34,9 +34,10 @@ class DeadGradient(PerKindRule):
     or off for all samples, half of them off, and training switches off more, one by one, while the others learn. So a
     layer counts as dead if nine tenths of its units are dead, or if half of them are and have died at once.
 
-    A whole layer without any gradient raises the alert at the second sample if it never lacked one before and the layer
-    after it has inputs of 0. Layers that lack a gradient now and then, as experts do, and layers that the loss does not
-    use take longer, by Laplace's rule of succession. A layer whose input has become 0 raises the alert, too.
+    A whole layer without any gradient raises the alert at the second sample, from about the 30th of a run on, if it
+    never lacked one before and the layer after it has inputs of 0. Layers that lack a gradient now and then, as experts
+    do, and layers that the loss does not use take longer, by Laplace's rule of succession. A layer whose input has
+    become 0 raises the alert, too.
 
     Args:
         max_ratio: largest share of a layer's units that may die at once. Limits of 5 % or 20 %, as often recommended,

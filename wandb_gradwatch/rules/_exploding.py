@@ -169,7 +169,7 @@ class ExplodingGradient(ShippedRule):
             sample that moved no parameter at least 100), which grows with the square root of the steps between samples.
             Samples less than half that distance apart count as one.
         growth: largest factor of a steady rise over 5 to 64 samples, during which the loss has risen or the parameters
-            have moved far; None switches this check off.
+            have moved far; over more than 40 steps the factor is 5 times as large. None switches this check off.
         adapt_after: after this many samples in a row above the limit, their level counts as usual.
     """
 

@@ -42,7 +42,7 @@ def check_details(details: Details) -> dict[str, str]:
 
 
 class WandbSink(Sink):
-    """Log every snapshot as one W&B history row, under the keys that the README lists, and alerts with `run.alert`.
+    """Log every snapshot as one W&B history row, under the keys of docs/keys.md, and alerts with `run.alert`.
 
     The sink does not change the user's own rows and steps. A row of the sink therefore waits until the user's next
     `run.log()` if necessary, at the latest until the run ends. A disabled run receives no rows and no alerts.

@@ -34,7 +34,7 @@ NUM_NAN: Final = "gradwatch/num_nan"
 NUM_INF: Final = "gradwatch/num_inf"
 LOSS_SCALE: Final = "gradwatch/loss_scale"
 NUM_SKIPPED_STEPS: Final = "gradwatch/num_skipped_steps"
-LOSS: Final = "gradwatch/loss"  # passed by the user or a framework; missing if it is not finite
+LOSS: Final = "gradwatch/loss"  # of the backward, or passed by the user or a framework; missing if it is not finite
 NUM_NONFINITE_LOSS: Final = "gradwatch/num_nonfinite_loss"
 NUM_GUARDED_STEPS: Final = "gradwatch/num_guarded_steps"  # steps that the guard withheld since the previous sample
 SAMPLE_EVERY: Final = "gradwatch/sample_every"  # the current cadence: steps between the previous sample and this one
@@ -86,6 +86,7 @@ DETAILS: Final = {
     "zero_ratio": "zero_ratio",
     "received": "grad_norm_clipped",  # the norm of the gradient that the optimizer received
 }
+LAYER_SCALARS: Final = (*LAYER_FAMILIES, *DETAILS.values())
 GRADIENT_HISTOGRAMS: Final = "gradients"  # wandb.watch uses the same two families
 PARAMETER_HISTOGRAMS: Final = "parameters"
 HISTOGRAM_FAMILIES: Final = (GRADIENT_HISTOGRAMS, PARAMETER_HISTOGRAMS)
@@ -103,6 +104,7 @@ LOGIT_MAX: Final = "logit_max"  # in ATTENTION
 NOISE_SCALE: Final = "noise_scale"
 ROUTER: Final = "router"
 DEAD_EXPERTS: Final = "dead_experts"  # in ROUTER
+LOAD_RATIO: Final = "load_ratio"  # in ROUTER, of one expert
 RANKS: Final = "ranks"
 APART: Final = "apart"  # in RANKS: 1 if this rank's replica differs from that of most ranks
 SECONDS: Final = "seconds"  # in RANKS
@@ -200,11 +202,11 @@ def is_ours(key: str) -> bool:
     """Whether this package writes the scalar key, in any namespace.
 
     Example:
-        >>> is_ours("gradwatch/model1/grad_norm"), is_ours("train/loss")
-        (True, False)
+        >>> is_ours("gradwatch/model1/grad_norm"), is_ours("grad_std/0/weight"), is_ours("train/loss")
+        (True, True, False)
     """
     family, slash, _ = key.partition("/")
-    return key.startswith(PREFIX) or (slash != "" and family in LAYER_FAMILIES) or split_metric(key) is not None
+    return key.startswith(PREFIX) or (slash != "" and family in LAYER_SCALARS) or split_metric(key) is not None
 
 
 def definitions(keys: Iterable[str] = (), namespace: str = "") -> dict[str, bool]:
@@ -216,7 +218,7 @@ def definitions(keys: Iterable[str] = (), namespace: str = "") -> dict[str, bool
     """
     told = {f"{PREFIX}*": False, FLIGHT_RECORDER: True}  # the W&B report finds the table through the summary
     told |= {in_namespace(key, namespace): True for key in SUMMARY}
-    told |= {f"{family}/*": False for family in (*LAYER_FAMILIES, *DETAILS.values(), *HISTOGRAM_FAMILIES)}
+    told |= {f"{family}/*": False for family in (*LAYER_SCALARS, *HISTOGRAM_FAMILIES)}
     for key in keys:
         if split_metric(key) is not None:
             told[f"{key}*"] = False  # W&B applies summary "none" only to patterns, which must end in a star
