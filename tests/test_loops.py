@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+import wandb_gradwatch
+from wandb_gradwatch import MemorySink
 from wandb_gradwatch._measure.measure import measure_received
 
 SGD = torch.optim.SGD
@@ -621,3 +623,71 @@ def test_a_scripted_model_is_watched_like_any_other():
     snapshot = samples(watcher, sink)
     assert snapshot.names == tuple(name for name, _ in model.named_parameters())
     np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_backwards_for_several_tasks_before_the_first_step_are_no_updates(every):
+    """PCGrad: five backwards, each reset before the next, whose gradients are combined for one step."""
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, sample_every=every)
+    for _ in range(6):
+        gradients = []
+        for task in range(1, 6):
+            optimizer.zero_grad()
+            model.loss(a=[task]).backward()
+            gradients.append(model.a.grad.clone())
+        model.a.grad = sum(gradients)  # 1 + 2 + 3 + 4 + 5
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert watcher.step == 6
+    assert snapshot.steps.tolist() == list(range(every, 7, every))
+    assert (snapshot.total_grad_norm == 15).all()
+
+
+def test_parameters_that_move_within_an_optimizers_group_are_followed():
+    """LISA: the optimizer's list always begins and ends with the same parameters."""
+    model = Chosen(first=1, b=1, c=1, last=1)
+    optimizer = torch.optim.SGD([model.first, model.b, model.last], lr=0.1)
+    watcher, sink = watch(model)
+    for middle in (model.b, model.b, model.c, model.c):
+        optimizer.param_groups[0]["params"] = [model.first, middle, model.last]
+        model.b.requires_grad_(middle is model.b)
+        model.c.requires_grad_(middle is model.c)
+        step(model, optimizer, first=[1], b=[2], c=[3], last=[1])
+    present = samples(watcher, sink).present
+    assert present[:, [1, 2]].tolist() == [[True, False]] * 2 + [[False, True]] * 2
+
+
+def test_an_outer_optimizer_whose_gradients_are_assigned_makes_steps_of_its_own():
+    """DiLoCo and Reptile: after some inner steps, the way back to where they began is the outer gradient."""
+    model = Chosen(a=1)
+    inner, outer = torch.optim.SGD(model.parameters(), lr=0.5), torch.optim.SGD(model.parameters(), lr=1.0)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        begin = model.a.detach().clone()
+        for _ in range(2):
+            step(model, inner, a=[4])
+        with torch.no_grad():
+            model.a.grad, moved = begin - model.a, model.a.detach().clone()
+            model.a.copy_(begin)
+        assert moved.item() == begin.item() - 4  # two steps of 0.5 * 4
+        outer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [4, 4, 4] * 3  # twice the inner gradient, then the way of 4
+    assert watcher.step == 9
+
+
+def test_a_parameter_that_is_updated_by_hand_beside_an_optimizer_is_not_called_one_without_gradient():
+    """Dual ascent, a temperature: it has a gradient, but no optimizer uses it."""
+    model = Chosen(multiplier=1, a=300)
+    optimizer = torch.optim.SGD([model.a], lr=1e-3)
+    sink = MemorySink()
+    with wandb_gradwatch.watch(model, sinks=[sink], sample_every=1):
+        for number in range(20):
+            model.zero_grad()
+            model.loss(a=torch.full((300,), 0.1), multiplier=[0.5 + 0.01 * number]).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.multiplier += 0.01 * model.multiplier.grad
+    assert not [alert for alert in sink.alerts if alert.title == "No gradient"]

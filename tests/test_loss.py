@@ -53,6 +53,17 @@ def test_a_loss_is_of_its_own_step_before_and_after_the_backward(after: bool) ->
     assert [HistoryRow.of(snapshot).scalars()[LOSS] for snapshot in sink.snapshots] == [3.0, 2.5, 0.25]
 
 
+@pytest.mark.parametrize("value", [1.5, np.float32(1.5), np.float64(1.5), 2, torch.tensor(1.5)])
+def test_any_number_is_a_loss(value: Any) -> None:
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher, _ = watch(model)
+    watcher.loss(value)
+    model.loss(a=[1]).backward()
+    optimizer.step()
+    assert watcher.flush().metrics[LOSS].tolist() == [float(value)]
+
+
 def test_a_loss_scale_of_zero_makes_a_loss_that_is_not_finite_and_stops_nothing() -> None:
     # The second step's loss scale has collapsed to 0: 3 / 0 is not finite.
     model = Chosen(a=1)

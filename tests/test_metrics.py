@@ -316,9 +316,10 @@ def test_watch_rejects_a_function_that_cannot_work(fn, error, words):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (dict(name="a/b", fn=norm), ValueError, "without slashes and dots"),
-        (dict(name="", fn=norm), ValueError, "without slashes and dots"),
-        (dict(name=3, fn=norm), ValueError, "without slashes and dots"),
+        (dict(name="a/b", fn=norm), ValueError, "without slashes, dots and stars"),
+        (dict(name="w*x", fn=norm), ValueError, "without slashes, dots and stars"),
+        (dict(name="", fn=norm), ValueError, "without slashes, dots and stars"),
+        (dict(name=3, fn=norm), ValueError, "without slashes, dots and stars"),
         (dict(name="x", fn=3), TypeError, "fn=3 must be a function"),
         (dict(name="x", fn=norm, on="weight"), ValueError, "on='weight' must be one of"),
         (dict(name="x", fn=norm, aggregate="median"), ValueError, "aggregate='median' must be one of"),

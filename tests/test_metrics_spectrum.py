@@ -62,6 +62,15 @@ def test_in_a_loop_without_an_optimizer_parameters_are_measured_too() -> None:
     assert values(watcher, sink)["parameter/weight/largest_singular_value"].tolist() == pytest.approx([3, 6])
 
 
+def test_a_model_that_changes_its_dtype_in_mid_training_keeps_its_spectrum() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.eye_(model.weight)
+    watcher, sink = watch(model, [Spectrum(of=("parameter",))])
+    train(model, [torch.zeros(1, 2)] * 2)  # gradients of 0 change nothing
+    train(model.double(), [torch.zeros(1, 2, dtype=torch.float64)] * 2)
+    assert values(watcher, sink)["parameter/weight/largest_singular_value"].tolist() == pytest.approx([1.0] * 4)
+
+
 def test_known_matrices() -> None:
     # A multiple of the identity: all singular values 3, stable rank 4. Ones: 4 = sqrt(4 * 4), rank 1. Zeros: no rank.
     for matrix, sigma, rank in ((3 * torch.eye(4), 3, 4), (torch.ones(4, 4), 4, 1), (torch.zeros(4, 4), 0, np.nan)):

@@ -288,6 +288,28 @@ def test_every_loop_has_the_same_steps_and_samples_with_rests(loop):
         np.testing.assert_array_equal(getattr(some, statistic), getattr(all_of_them, statistic)[at])
 
 
+@pytest.mark.parametrize("every", [2, 4, 5, 10])
+@pytest.mark.parametrize("period", [2, 5])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_optimizer_that_steps_more_rarely_shifts_no_sample(every, period, is_first):
+    """Samples may be taken at its steps only, or never at one: what the steps between show must not be forgotten."""
+    model = Chosen(a=1, b=1)
+    often, rarely = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
+    watcher, sink = watch(model, sample_every=every, log_every=every)
+    for number in range(1, STEPS + 1):
+        model.zero_grad()
+        model.loss(a=[number], b=[1]).backward()
+        steps = [often, rarely] if number % period == 0 else [often]
+        for optimizer in reversed(steps) if is_first else steps:
+            optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert watcher.step == STEPS
+    assert snapshot.steps.tolist() == list(range(every, STEPS + 1, every))
+    assert snapshot.grad_norm[:, 0].tolist() == snapshot.steps.tolist()
+    # The very first step of an optimizer may come too late for its sample.
+    assert snapshot.present[1:, 1].tolist() == [number % period == 0 for number in snapshot.steps[1:].tolist()]
+
+
 def test_a_watcher_that_begins_in_the_rest_of_another_one_sees_every_step_of_their_optimizer():
     first, second = Chosen(a=1), Chosen(a=1)
     optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.0)

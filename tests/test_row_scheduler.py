@@ -114,6 +114,19 @@ def test_a_row_joins_the_row_that_the_user_logs_at_the_same_step_of_training() -
     assert run.core.rows == [(step, {"loss": step, "own": str(step)}) for step in range(5)]
 
 
+@pytest.mark.parametrize("commit", [None, False])
+def test_a_key_of_ours_that_the_users_open_row_has_keeps_the_users_value(commit: bool | None, caplog: Any) -> None:
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put("gradwatch", OwnRow([1]))
+    run.log({"own": "the user's"}, step=1, commit=commit)
+    row_scheduler.put("gradwatch", OwnRow([2]))
+    run.log({"loss": 1.0}, step=2)
+    run.finish()
+    assert dict(run.core.rows) == {1: {"own": "the user's"}, 2: {"own": "2", "loss": 1.0}}
+    assert "'own' is logged by the script, too" in caplog.text
+
+
 def test_steps_that_the_user_skips_take_the_rows_that_wait() -> None:
     run = ModelRunWithLog()
     play(run, [("log", {"loss": 0}, 0, None), ("own", 0), ("own", 1), ("own", 2), ("log", {"loss": 1}, 10, None)])

@@ -345,6 +345,26 @@ def test_a_scale_that_is_divided_out_by_hand_is_no_clipping_where_it_is_told(div
     assert snapshot.dead_ratio.tolist() == [[0.5, 0]] * 6
 
 
+@pytest.mark.parametrize("kind", ["function", "tensor"])
+def test_a_number_of_tokens_that_is_counted_over_micro_batches_divides_all_of_them(kind):
+    """The norm and the loss are those of the sum over all tokens: 3 * 5 / 48, and 3 * (3 - 4) / 48."""
+    counted = torch.zeros(())
+    model = Chosen(a=2)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, loss_scale=counted if kind == "tensor" else lambda step: counted.item())
+    for _ in range(3):
+        optimizer.zero_grad()
+        counted.zero_()
+        for _ in range(3):
+            counted += 16
+            model.loss(a=[3, -4]).backward()
+        model.a.grad /= counted
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm == pytest.approx([15 / 48] * 3)
+    assert snapshot.metrics["gradwatch/loss"] == pytest.approx([-3 / 48] * 3)
+
+
 def test_metrics_of_gradients_are_told_of_a_scale_by_hand():
     largest = Metric("largest", lambda gradient: gradient.abs().max(), on="gradient", match="b")
     snapshot = scaled_by_hand(divide_in_place, loss_scale=1024, metrics=[largest])

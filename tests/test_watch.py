@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
+import pickle
 import re
 import weakref
 
@@ -16,6 +18,7 @@ from offline import history
 from torch import nn
 
 import wandb_gradwatch
+from wandb_gradwatch import MemorySink
 from wandb_gradwatch.metrics import Updates
 from wandb_gradwatch.rules import NoGradient, NotInOptimizer
 
@@ -78,6 +81,8 @@ def test_arguments_of_wandb_watch_are_answered_with_ours(others, named, words):
         (nn.Linear(1, 1), {"scaler": True}, TypeError, "scaler=True must be a torch.amp.GradScaler; for a scale of"),
         (nn.Linear(1, 1), {"scaler": 1024}, TypeError, "your own pass loss_scale="),
         (nn.Linear(1, 1), {"loss_scale": 0.0}, ValueError, "loss_scale=0.0 must be above 0"),
+        (nn.Linear(1, 1), {"loss_scale": lambda: 8}, TypeError, "must accept the step, but: too many positional"),
+        (nn.Linear(1, 1), {"start_step": 10**30}, ValueError, "a whole number of steps"),
         (nn.Linear(1, 1), {"run": "mine"}, TypeError, "run='mine' must be what wandb.init() returns"),
         (nn.Linear(1, 1), {"run": wandb}, TypeError, "must be what wandb.init() returns"),
         (nn.Linear(1, 1), {"sinks": "console"}, TypeError, "sinks='console' must be a list of sinks"),
@@ -465,3 +470,10 @@ def test_a_layer_that_no_optimizer_holds_is_told_of_once_though_its_gradient_sto
             model.loss(a=[1], **({"forgotten": [1]} if number == 0 else {})).backward()
             optimizer.step()
     assert [(alert.title, alert.step) for alert in alerts] == [("Not in any optimizer", 2)]
+
+
+def test_a_copy_of_a_model_that_holds_its_watcher_holds_none():
+    model = nn.Linear(1, 1)
+    model.watcher = wandb_gradwatch.watch(model, sinks=[MemorySink()])
+    assert copy.deepcopy(model).watcher is None
+    assert pickle.loads(pickle.dumps(model.watcher)) is None

@@ -156,7 +156,7 @@ def watch(
     _check(log in logs, "log", log, '"gradients", "parameters" or "all": which histograms are logged')
     check_details(details)
     is_whole = isinstance(start_step, Integral) and not isinstance(start_step, bool)
-    _check(is_whole and start_step >= 0, "start_step", start_step, "a whole number of steps, at least 0")
+    _check(is_whole and 0 <= start_step < 2**53, "start_step", start_step, "a whole number of steps, at least 0")
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
     cadence.every(start_step + 1)  # calls a sample_every function once, so that an invalid result raises here
     if has_deepspeed(module for _, module in with_prefixes(model)):
@@ -258,7 +258,15 @@ def _sequence(argument: str, values: Any, what: str) -> list[Any]:
 
 
 def _check_loss_scale(loss_scale: object) -> None:
-    if loss_scale is None or callable(loss_scale):
+    if loss_scale is None:
+        return
+    if callable(loss_scale):
+        try:
+            inspect.signature(loss_scale).bind(1)
+        except TypeError as error:
+            raise TypeError(f"loss_scale={loss_scale!r} must accept the step, but: {error}") from None
+        except ValueError:  # a built-in function without a signature
+            pass
         return
     is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
     is_one = is_number or (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1)

@@ -97,6 +97,10 @@ class Watcher:
     def __exit__(self, exception_type: object, *_: object) -> None:
         self._remove(merge=exception_type is None)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy or a pickle of a model that has its watcher as an attribute contains None instead."""
+        return type(None), ()
+
     def __repr__(self) -> str:
         state = "removed" if self._removed else f"step {self.step}"
         return f"Watcher({len(self._registry.names)} parameters, {state})"

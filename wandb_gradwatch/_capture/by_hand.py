@@ -4,15 +4,15 @@ If other hooks use the gradients and remove them inside the backward, that backw
 """
 
 from collections.abc import Collection
-from typing import Final
 
 from .._runtime.notices import Notices
 from .gradient_versions import GradientVersions, were_reset
 from .parameter_registry import ParameterRegistry
 
-# This many resets of the gradients without an optimizer step prove that the user updates by hand. The samples until
-# then are provisional: they are taken back if an optimizer steps after all.
-_RESETS_THAT_PROVE: Final = 3
+# This many resets of the gradients without an optimizer step prove that the user updates by hand: few if parameters
+# were written to in between, many if writes are not seen, as those through `.data`; the gradients of some tasks may be
+# combined later. The samples until then are provisional: they are taken back if an optimizer steps after all.
+_RESETS_THAT_PROVE, _UNSEEN_UPDATES_THAT_PROVE = 3, 16
 
 
 class UpdatesByHand:
@@ -29,6 +29,7 @@ class UpdatesByHand:
         self.proven = False
         self.inside_backward = False  # other hooks make the updates, inside the backward
         self._num_provisional = 0
+        self._has_written = False  # whether parameters were written to between two backwards
         self._versions: dict[int, int] = {}  # of the parameters when the last backward ended
         self._writes: dict[int, int] = {}  # slot -> writes between the last backward and the current one
         self._has_accumulated = False  # whether the current backward may have written by then
@@ -86,7 +87,10 @@ class UpdatesByHand:
     def count(self) -> None:
         """Count an inferred update."""
         self._num_provisional += not self.proven
-        if self._num_provisional >= _RESETS_THAT_PROVE:
+        self._has_written |= self.inside_backward or bool(
+            self._versions and self._versions != self._registry.versions()
+        )
+        if self._num_provisional >= (_RESETS_THAT_PROVE if self._has_written else _UNSEEN_UPDATES_THAT_PROVE):
             self.settle()
 
     def settle(self) -> None:

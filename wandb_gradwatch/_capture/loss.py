@@ -1,5 +1,7 @@
 """Collects the loss of a sample. The loss stays on its device and is logged with its sample."""
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -22,18 +24,22 @@ class SampleLoss:
         self._pending: _Total | None = None  # of the added values
         self._sample: _Total | None = None
         self._seen: _Total | None = None  # of the tensors that the sample's backwards were called on
+        self._divisor: Tensor | None = None  # of all of these together; None: each was divided by its scale
 
-    def see(self, root: Tensor, scale: Tensor | None) -> None:
+    def see(self, root: Tensor, scale: Tensor | None, *, of_all: bool) -> None:
         """Add the tensor of one element that a backward of the open sample was called on, divided by its scale.
 
         A loss in host memory with a scale on a device is ignored: the host would have to wait for the scale.
+        `of_all`: the scale is that of all backwards of the sample, as a number of tokens that is still counted.
         """
         one = _value_of(root)
         if scale is not None:
             if not isinstance(one, Tensor) and scale.device.type != "cpu":
                 return
-            # As tensors, because Python's own division raises at 0.
-            one = one / onto(scale, one.device) if isinstance(one, Tensor) else _value_of(one / scale.double())
+            if of_all:
+                self._divisor = scale.to(wide_dtype(scale.device), copy=True)  # the user may change it in place
+            else:
+                one = _divided(one, scale)
         self._seen = _together(self._seen, (one, 0))
 
     def add(self, value: Tensor, *, is_share: bool) -> None:
@@ -53,8 +59,11 @@ class SampleLoss:
 
     def take(self) -> dict[str, Number]:
         """Return the loss of the closed sample by key, {} if there is none, and forget it, but not pending values."""
-        found = self._sample or self._seen
-        self._sample = self._seen = None
+        seen = self._seen
+        if seen is not None and self._divisor is not None:
+            seen = _divided(seen[0], self._divisor), 0
+        found = self._sample or seen
+        self._sample = self._seen = self._divisor = None
         return {} if found is None else {keys.LOSS: found[0] / found[1] if found[1] > 1 else found[0]}
 
 
@@ -69,6 +78,11 @@ def _value_of(tensor: Tensor) -> Number:
     return float((one.double() if one.dtype.itemsize < 4 else one).numpy().item())  # numpy has no bfloat16
 
 
+def _divided(one: Number, scale: Tensor) -> Number:
+    """Divide as tensors, because Python's own division raises at 0."""
+    return one / onto(scale, one.device) if isinstance(one, Tensor) else _value_of(one / scale.double())
+
+
 def _together(one: _Total | None, other: _Total) -> _Total:
     if one is None:
         return other
@@ -80,7 +94,7 @@ def _together(one: _Total | None, other: _Total) -> _Total:
 
 def checked_loss(value: object) -> Tensor:
     """Return the value as a tensor of one element, and raise if it is none."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, Real) and not isinstance(value, bool):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     if not isinstance(value, Tensor):
         raise TypeError(f"watcher.loss({value!r}) must be a tensor of one element, or a number")

@@ -47,6 +47,7 @@ class OpenSample:
         self._measurer.eps = 0.0
         self._parts.seen.clear()
         self._parts.loss_scale.assumed.clear()
+        self._parts.loss_scale.forget()
         self._presumed: set[int] = set()  # slots marked only because a gradient is present, by no hook
         # Slots whose gradients looked unmodified but were compared by value: at the step, and before torch's clipping.
         self._compared: tuple[int, ...] = ()

@@ -31,6 +31,7 @@ class OptimizerRegistry:
         self._registry, self._clock = registry, clock
         self._appointed = (lambda: None) if appointed is None else weakref.ref(appointed)
         self.left_out: set[int] = set()  # slots that a backward reached, but no optimizer updated
+        self.updated_otherwise: set[int] = set()  # slots without an optimizer whose parameters were written to
         self._known: OptimizerTable[tuple[int, int]] = OptimizerTable()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._keys = itertools.count(1)
@@ -79,10 +80,11 @@ class OptimizerRegistry:
         network. While no optimizer is known, all parameters with requires_grad are.
         """
         owner, registry = self._clock.owner, self._registry
-        now = (registry.changes, len(registry.names), self._clock.num_changes, len(self.left_out))
+        left_out = self.left_out - self.updated_otherwise
+        now = (registry.changes, len(registry.names), self._clock.num_changes, len(left_out))
         if now != self._named:  # called at every sample; rules recognise the same tuple while nothing changes
             trainable = [
-                slot in registry.trainable and (not owner or slot in owner or slot in self.left_out)
+                slot in registry.trainable and (not owner or slot in owner or slot in left_out)
                 for slot in range(len(registry.names))
             ]
             self._named, self._names = now, Names(tuple(registry.names), tuple(trainable))
@@ -149,8 +151,7 @@ class OptimizerRegistry:
 
     def _fingerprint(self, optimizer: Optimizer) -> int:
         """A number that changes when the optimizer gets other parameters, or the model's parameters are replaced."""
-        held = [group["params"] for group in optimizer.param_groups]
-        return hash((self._registry.version, *[(len(some), id(some[0]), id(some[-1])) if some else 0 for some in held]))
+        return hash((self._registry.version, *_ids(optimizer)))
 
     def learn(self, optimizer: Optimizer) -> bool:
         """Record which slots it owns, and for all optimizers if slots have changed. Returns whether it owns any.

@@ -105,15 +105,15 @@ class CaptureParts:
     def joins_silently(self, optimizer: Optimizer, key: int) -> bool:
         """Whether a step that is late belongs to the last sample; it does not if it may use new gradients.
 
-        The gradients of an optimizer that has stepped before are old. At a first step they are old if they have been
-        looked at, or if they are marked and the last step was not sampled. Otherwise hooks may have missed a backward.
+        Gradients are old if they have been looked at. If the last step was not sampled, none of its gradients was: then
+        those of an optimizer that has stepped before are old, too, and at a first step those that are marked.
         """
-        if key in self.clock.ever_stepped:
-            return True
         entries = self.optimizers.entries(optimizer)
         unseen = [slot for slot, p in entries if p.grad is not None and not was_seen(p.grad)]
+        if not unseen or self.schedule.last_sample == self.clock.step:
+            return not unseen
         marked = self.clock.waited_for | self.clock.marked_before
-        return not unseen or (self.schedule.last_sample != self.clock.step and marked.issuperset(unseen))
+        return key in self.clock.ever_stepped or marked.issuperset(unseen)
 
     def unmarked(self, entries: Sequence[Entry]) -> list[Entry]:
         """Return the entries that are not marked in the open sample."""

@@ -101,6 +101,7 @@ class StepRest(Rest):
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         super().__init__(parts, sample)
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
+        self._pausing: frozenset[int] = frozenset()  # those that had no part in some sample after another one
         self._chosen: SpotCheck | None = None
         self._spot_check: SpotCheck | None = None  # the one in use during the rest, and at the step right after it
         self._check_at = math.inf  # the step of the next check
@@ -113,6 +114,7 @@ class StepRest(Rest):
         return self._seconds + (self._clock.step - self._first_step) * (_NOT_QUICK if self._quick is None else _QUICK)
 
     def sample_closed(self, closed: Closed) -> None:
+        self._pausing |= frozenset[int]().union(*self._last) - closed.stepped
         self._last = [] if closed.inside_backward else [*self._last[1 - _REGULAR :], closed.stepped]
 
     def is_worth_it(self) -> bool:
@@ -122,7 +124,7 @@ class StepRest(Rest):
             return False
         if parts.replay is not None and parts.replay.is_armed:  # the next step is run again
             return False
-        if frozenset.intersection(*last):
+        if frozenset.intersection(*last) - self._pausing:
             return not parts.clock.stepped
         return all(len(stepped) == 1 for stepped in last)  # every step was a sample of its own
 
@@ -147,7 +149,7 @@ class StepRest(Rest):
         for key, one in makers.items():
             self._makers[one] = key, SCALERS.steps_of(one)
         # The keys of those that step in every sample and complete it; without any, every step is a sample.
-        self._leaders = frozenset.intersection(*self._last)
+        self._leaders = frozenset.intersection(*self._last) - self._pausing
         self._made_last = self._leaders  # keys of the optimizers of the last sample; others may still join it
         self._stepped: frozenset[int] = frozenset()
         self._under_way: tuple[int, ScaledSteps] | None = None
@@ -239,22 +241,24 @@ class StepRest(Rest):
             return False
         self._under_way, self._last_node = None, num_nodes_made()
         maker[1].is_scalers = False
-        if self._is_only_one or self._completes(maker[0]):
-            self._clock.step += 1
+        self._clock.step += 1 if self._is_only_one else self._completes(maker[0])
         return self._clock.step >= self._last_step
 
     def skips(self, optimizer: Optimizer) -> bool:
         self._under_way = self._makers.get(optimizer)
         return self.ends(optimizer)
 
-    def _completes(self, key: int) -> bool:
-        """Whether a sample is complete with the step of this optimizer."""
-        is_next = key in self._stepped  # a second step: the leaders that are missing do not step this time
+    def _completes(self, key: int) -> int:
+        """Return how many samples are complete with the step of this optimizer."""
+        is_next = key in self._stepped  # a second step: the leaders that are missing have not stepped in every sample
+        if is_next:
+            self._pausing |= self._leaders - self._stepped
+            self._leaders &= self._stepped
         stepped = frozenset([key]) if is_next else self._stepped | {key}
         is_complete = self._leaders <= stepped
         self._made_last = self._leaders or stepped
         self._stepped = frozenset() if is_complete else stepped
-        return is_next or is_complete
+        return is_next + is_complete
 
 
 class BackwardRest(Rest):

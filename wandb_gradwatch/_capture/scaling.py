@@ -178,7 +178,7 @@ class LossScale:
 
     def __init__(self, given: GivenScale | None, optimizers: OptimizerRegistry, clock: SampleClock) -> None:
         self._given, self._optimizers, self._clock = given, optimizers, clock
-        self._answer: tuple[int, float | Tensor | None] = (-1, None)  # last step and result of a given function
+        self._answer: float | Tensor | None = None  # of a given function, at the end of the newest backward
         # The scalers by which the rows of these slots, or the LOSS, of the open sample were divided.
         self.assumed: dict[int, GradScaler | None] = {}
 
@@ -190,16 +190,25 @@ class LossScale:
         if scale is None:  # the usual case
             return None
         if callable(scale) and not isinstance(scale, Tensor):
-            step = self._clock.open_step
-            if self._answer[0] != step:
+            if self._answer is None:
                 with raised_to_the_user():
-                    self._answer = step, scale(step)
-            scale = self._answer[1]
+                    self._answer = scale(self._clock.open_step)
+            scale = self._answer
         if isinstance(scale, Tensor):
             return onto(scale.detach().reshape(()), device)
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
-            raise CannotWatchError(f"loss_scale({self._answer[0]}) = {scale!r} must be a number above 0, and finite")
+            step = self._clock.open_step
+            raise CannotWatchError(f"loss_scale({step}) = {scale!r} must be a number above 0, and finite")
         return torch.full((), scale, device=device)
+
+    def forget(self) -> None:
+        """Call the given function again: a backward has ended, or a new sample is open."""
+        self._answer = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user passed `loss_scale`."""
+        return self._given is not None
 
     def scaler_of_slot(self, slot: int) -> GradScaler | None:
         """Return the scaler of this parameter's optimizer; while it is not known, the scaler last used."""

@@ -192,6 +192,8 @@ class Wiring:
                 before, values_before = self._unowned.get(slot, (-1, values))
                 if before == version and (values.shape, values.device) == (values_before.shape, values_before.device):
                     self._facts[keys.WIRING_UNOWNED + names[slot]] = (values == values_before).all()
+                elif slot in self._unowned:
+                    self._optimizer_registry.updated_otherwise.add(slot)
             self._unowned = {}
 
     def _states(self) -> _States:

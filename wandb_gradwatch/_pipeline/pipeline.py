@@ -30,7 +30,7 @@ from .waiting import WaitingSamples
 
 # Norms of float64 gradients may be infinite: nobody wants to be warned of arithmetic with them. Not a decorator, whose
 # state before NumPy 2 is wrong after a call within a call, as by a user's callback that flushes.
-_extremes: Final = partial(np.errstate, over="ignore", invalid="ignore", divide="ignore")
+_extremes: Final = partial(np.errstate, all="ignore")
 
 _UNUSUAL_GROWTH: Final = 3.0  # a norm that grew by this factor is unusual: more samples are taken, without an alert
 _KNOWN: Final = 4  # number of samples before one can be unusual

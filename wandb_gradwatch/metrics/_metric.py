@@ -75,8 +75,8 @@ class Metric:
     may_be_several: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name or set(self.name) & {"/", "."}:
-            raise ValueError(f"Metric({self.name!r}, ...): the name must be a word without slashes and dots")
+        if not isinstance(self.name, str) or not self.name or set(self.name) & {"/", ".", "*"}:
+            raise ValueError(f"Metric({self.name!r}, ...): the name must be a word without slashes, dots and stars")
         if not callable(self.fn):
             raise TypeError(f"{self}: fn={self.fn!r} must be a function of a tensor")
         if self.on not in SUBJECTS:

@@ -360,7 +360,8 @@ class Spectrum(SubjectProbe, ParameterProbe):
     def _of_matrix(self, key: str, matrix_MN: Tensor) -> Tensor:
         """Return the largest singular value and the stable rank: [2]; for a matrix of zeros 0 and NaN."""
         vector_N, num_iterations = self._vectors.get(key), 1
-        if vector_N is None or len(vector_N) != matrix_MN.shape[1] or vector_N.device != matrix_MN.device:
+        kind = (matrix_MN.shape[1:], matrix_MN.device, matrix_MN.dtype)
+        if vector_N is None or (vector_N.shape, vector_N.device, vector_N.dtype) != kind:
             vector_N, num_iterations = _random(matrix_MN), _FIRST_ITERATIONS
         start_N = vector_N
         for _ in range(num_iterations):

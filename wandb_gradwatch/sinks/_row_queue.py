@@ -134,6 +134,7 @@ class OpenRow:
         self.step = step
         self.has_own = False  # whether the open row already contains a row of ours
         self.timestamp: float | None = None  # the timestamp that the user gave for the row
+        self.users: set[str] = set()  # the keys of the row that are the user's
 
     def is_left_by(self, step: int | None) -> bool:
         """Whether a log call with this step closes the row and opens a later one."""
@@ -150,4 +151,4 @@ class OpenRow:
     def note_step(self, step: int) -> None:
         """Record the step of the open row; a larger step than before means that another row is open."""
         if step > self.step:
-            self.step, self.has_own, self.timestamp = step, False, None
+            self.step, self.has_own, self.timestamp, self.users = step, False, None, set()

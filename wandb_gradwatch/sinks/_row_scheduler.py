@@ -56,6 +56,7 @@ class RowScheduler:
         self.defined: set[str] = set()  # keys, patterns and names of metrics that are defined in this run
         self.last_steps: dict[str, int] = {}  # by namespace: the step of the newest row, of any training in this run
         self.has_told_repeated = False  # that two trainings in this run have the same steps
+        self._has_told_shared = False  # that the script logs a key of ours, too
         self.num_user_calls = 0
         self._run = run
         self._pid = os.getpid()
@@ -127,7 +128,7 @@ class RowScheduler:
             return False
         self._is_placing = True
         try:
-            if data is not None and part.keys().isdisjoint(data):
+            if data is not None and part.keys().isdisjoint([*data, *self._open.users]):
                 self._joined_at = self._open.step
                 self._log({**part, **data}, step=None, commit=True)
                 self.waiting.remove(part)
@@ -149,8 +150,15 @@ class RowScheduler:
             self.waiting.remove(part)
 
     def _log_part(self, part: dict[str, Any], step: int | None, commit: bool) -> None:
-        if self._open.timestamp is not None and (step is None or step == self._open.step):
-            part = {**part, "_timestamp": self._open.timestamp}
+        if step is None or step == self._open.step:
+            if shared := part.keys() & self._open.users:
+                if not self._has_told_shared:
+                    self._has_told_shared = True
+                    text = "%r is logged by the script, too: in rows that have it from there, ours is left out."
+                    logger.warning(f"wandb_gradwatch: {text}", min(shared))
+                part = {key: value for key, value in part.items() if key not in shared}
+            if self._open.timestamp is not None:
+                part = {**part, "_timestamp": self._open.timestamp}
         # W&B names media files by a counter: restore it, so that our log calls do not change the names of user files.
         counters = {name: vars(self._run)[name] for name in _MEDIA_COUNTERS if name in vars(self._run)}
         self._log(part, step=step, commit=commit)
@@ -234,6 +242,8 @@ class RowScheduler:
         opened = self._open.is_left_by(step) and not closes
         self._open.note_call(step, closes)
         self._open.timestamp = None if closes else data.get("_timestamp")
+        if not closes:
+            self._open.users.update(data)
         if opened and not self.is_unanswered:
             self._place()
 
