@@ -691,3 +691,20 @@ def test_a_parameter_that_is_updated_by_hand_beside_an_optimizer_is_not_called_o
             with torch.no_grad():
                 model.multiplier += 0.01 * model.multiplier.grad
     assert not [alert for alert in sink.alerts if alert.title == "No gradient"]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_a_new_optimizer_of_new_parameters_makes_its_first_step_at_once(every):
+    """As when the best checkpoint is loaded with assign=True: the old hooks see nothing of the first backward."""
+    model = Chosen(a=1)
+    watcher, sink = watch(model, sample_every=every)
+    for number in range(24):
+        if number % 7 == 0:
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, optimizer, a=[number + 1])
+    assert watcher.step == 24
+    snapshot = samples(watcher, sink)
+    # The gradient of a new parameter may have been clipped before it was first seen: its norm is missing.
+    expected = [math.nan if number % 7 == 1 else number for number in snapshot.steps.tolist()]
+    np.testing.assert_array_equal(snapshot.total_grad_norm, expected)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from .._guard.guard import SkipGuard
 from .._guard.step_skipping import StepSkipping
 from .._nonfinite.replay import StepReplay
-from .._runtime.autograd import Entry
+from .._runtime.autograd import Entry, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, fsdp1_flat_parameters
@@ -75,6 +75,7 @@ class CaptureParts:
         self.probes = Probes(config.probes)
         self.loss = SampleLoss()
         self.wiring = Wiring(registry, self.optimizers, self.clock, notices)
+        self.last_node = -1  # number of autograd nodes that had been made at the last step
         self.replay: StepReplay | None = None  # runs a step with NaN or Inf a second time
         self.guard = None  # skips unhealthy steps
         if config.guard is not None:
@@ -106,14 +107,17 @@ class CaptureParts:
         """Whether a step that is late belongs to the last sample; it does not if it may use new gradients.
 
         Gradients are old if they have been looked at. If the last step was not sampled, none of its gradients was: then
-        those of an optimizer that has stepped before are old, too, and at a first step those that are marked.
+        those of an optimizer that has stepped before are old, too, and at a first step those that are marked, unless a
+        forward has run since: parameters that were replaced have no hook, and inherit the marks.
         """
         entries = self.optimizers.entries(optimizer)
         unseen = [slot for slot, p in entries if p.grad is not None and not was_seen(p.grad)]
         if not unseen or self.schedule.last_sample == self.clock.step:
             return not unseen
+        if key in self.clock.ever_stepped:
+            return True
         marked = self.clock.waited_for | self.clock.marked_before
-        return key in self.clock.ever_stepped or marked.issuperset(unseen)
+        return marked.issuperset(unseen) and self.last_node == num_nodes_made()
 
     def unmarked(self, entries: Sequence[Entry]) -> list[Entry]:
         """Return the entries that are not marked in the open sample."""

@@ -183,6 +183,7 @@ class StepRest(Rest):
         STEP_HOOKS.end_quick_count()
         if self._quick is not None:
             self._last_node, self._quick = max(self._last_node, self._quick.last_node), None
+        self._parts.last_node = self._last_node
         if self._clock.step > self._first_step:
             self._clock.previous = self._made_last  # a late optimizer may still join the last counted sample
         entries = self._parts.follow()

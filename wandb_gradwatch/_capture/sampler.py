@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._guard.step_skipping import StepSkipping
-from .._runtime.autograd import Entry, backward_root, current_graph_task
+from .._runtime.autograd import Entry, backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, Listener
@@ -261,6 +261,7 @@ class Sampler(Listener):
         if self.parts.probes.active:
             self._sample.tell_of_update(Probe.after_update, optimizer)
         self.parts.wiring.stepped(optimizer, key)
+        self.parts.last_node = num_nodes_made()
         self._step_done(key, skipped=False, inside_backward=inside_backward)
         if not inside_backward and current_graph_task() == -1 and self._step_rest.is_worth_it():
             self._commit(self._clock.close())  # as the next backward would
