@@ -708,3 +708,16 @@ def test_a_new_optimizer_of_new_parameters_makes_its_first_step_at_once(every):
     # The gradient of a new parameter may have been clipped before it was first seen: its norm is missing.
     expected = [math.nan if number % 7 == 1 else number for number in snapshot.steps.tolist()]
     np.testing.assert_array_equal(snapshot.total_grad_norm, expected)
+
+
+def test_a_script_that_makes_numpy_raise_loses_no_rule(caplog):
+    """Gradients of 1e-120, which float32 cannot hold: rules compute with norms that underflow."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with np.errstate(all="raise"), wandb_gradwatch.watch(model, sinks=[MemorySink()], sample_every=1, backend="cpu"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 8, dtype=torch.float64)).pow(2).mean() * 1e-120).backward()
+            optimizer.step()
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
