@@ -645,6 +645,30 @@ def test_backwards_for_several_tasks_before_the_first_step_are_no_updates(every)
     assert (snapshot.total_grad_norm == 15).all()
 
 
+def test_gradients_that_hooks_collect_elsewhere_are_measured_at_the_step():
+    """Megatron's main_grad and offloading: hooks take each micro-batch's gradient, which is put back for the step."""
+    model = Chosen(a=1, b=1)
+    optimizer, held = torch.optim.SGD(model.parameters(), lr=0.1), {}
+
+    def take(parameter):
+        held[parameter] = held.get(parameter, 0) + parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    watcher, sink = watch(model)
+    for _ in range(5):
+        held.clear()
+        for _ in range(4):
+            model.loss(a=[3], b=[4]).backward()
+        for parameter in model.parameters():
+            parameter.grad = held[parameter]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert watcher.step == 5
+    assert samples(watcher, sink).total_grad_norm.tolist() == [20] * 5  # 4 times 5
+
+
 def test_parameters_that_move_within_an_optimizers_group_are_followed():
     """LISA: the optimizer's list always begins and ends with the same parameters."""
     model = Chosen(first=1, b=1, c=1, last=1)

@@ -87,9 +87,7 @@ class UpdatesByHand:
     def count(self) -> None:
         """Count an inferred update."""
         self._num_provisional += not self.proven
-        self._has_written |= self.inside_backward or bool(
-            self._versions and self._versions != self._registry.versions()
-        )
+        self._has_written |= self._versions not in ({}, self._registry.versions())
         if self._num_provisional >= (_RESETS_THAT_PROVE if self._has_written else _UNSEEN_UPDATES_THAT_PROVE):
             self.settle()
 
