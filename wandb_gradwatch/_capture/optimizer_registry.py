@@ -80,9 +80,10 @@ class OptimizerRegistry:
         network. While no optimizer is known, all parameters with requires_grad are.
         """
         owner, registry = self._clock.owner, self._registry
-        left_out = self.left_out - self.updated_otherwise
-        now = (registry.changes, len(registry.names), self._clock.num_changes, len(left_out))
+        num_apart = len(self.left_out), len(self.updated_otherwise)
+        now = (registry.changes, len(registry.names), self._clock.num_changes, *num_apart)
         if now != self._named:  # called at every sample; rules recognise the same tuple while nothing changes
+            left_out = self.left_out - self.updated_otherwise
             trainable = [
                 slot in registry.trainable and (not owner or slot in owner or slot in left_out)
                 for slot in range(len(registry.names))
