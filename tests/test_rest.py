@@ -310,6 +310,16 @@ def test_an_optimizer_that_steps_more_rarely_shifts_no_sample(every, period, is_
     assert snapshot.present[1:, 1].tolist() == [number % period == 0 for number in snapshot.steps[1:].tolist()]
 
 
+def test_deleted_optimizers_leave_nothing_behind_in_what_rests_remember():
+    """A new optimizer for each step, as for a few-shot task."""
+    model = Chosen(a=1)
+    watcher, _ = watch(model, sample_every=5)
+    for _ in range(40):
+        step(model, SGD(model.parameters(), lr=0.0), a=[1])
+    assert watcher.step == 40
+    assert len(watcher._sampler._step_rest._pausing) <= 1
+
+
 def test_a_watcher_that_begins_in_the_rest_of_another_one_sees_every_step_of_their_optimizer():
     first, second = Chosen(a=1), Chosen(a=1)
     optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.0)

@@ -86,7 +86,9 @@ class UpdatesByHand:
 
     def count(self) -> None:
         """Count an inferred update."""
-        self._num_provisional += not self.proven
+        if self.proven:
+            return
+        self._num_provisional += 1
         self._has_written |= self._versions not in ({}, self._registry.versions())
         if self._num_provisional >= (_RESETS_THAT_PROVE if self._has_written else _UNSEEN_UPDATES_THAT_PROVE):
             self.settle()

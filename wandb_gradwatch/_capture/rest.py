@@ -114,8 +114,14 @@ class StepRest(Rest):
         return self._seconds + (self._clock.step - self._first_step) * (_NOT_QUICK if self._quick is None else _QUICK)
 
     def sample_closed(self, closed: Closed) -> None:
-        self._pausing |= frozenset[int]().union(*self._last) - closed.stepped
+        if self._last and (missing := self._last[-1] - closed.stepped):
+            self._pause(missing)
         self._last = [] if closed.inside_backward else [*self._last[1 - _REGULAR :], closed.stepped]
+
+    def _pause(self, keys: frozenset[int]) -> None:
+        """Record that these optimizers have had no part in a sample, and forget those that were deleted."""
+        of_key = self._parts.optimizers.of_key
+        self._pausing = frozenset(key for key in self._pausing | keys if of_key(key) is not None)
 
     def is_worth_it(self) -> bool:
         """Whether the pattern of steps is regular and the next sample is some steps away."""
@@ -142,7 +148,7 @@ class StepRest(Rest):
         self._check_at = math.inf if check is None else min(self._check_at, self._clock.step + check.every)
         self._turn_hooks_off()
         self._first_step = self._clock.step
-        self._thread, self._last_node = get_ident(), num_nodes_made()
+        self._thread = get_ident()
         self._is_only_one = parts.optimizers.num_known == 1  # no other optimizer owns a watched parameter
         # The optimizers whose steps are counted, with their keys; a step of another one ends the rest.
         self._makers: OptimizerTable[tuple[int, ScaledSteps]] = OptimizerTable()
@@ -182,8 +188,7 @@ class StepRest(Rest):
     def _turn_hooks_on(self, *, before_step: bool) -> None:
         STEP_HOOKS.end_quick_count()
         if self._quick is not None:
-            self._last_node, self._quick = max(self._last_node, self._quick.last_node), None
-        self._parts.last_node = self._last_node
+            self._parts.last_node, self._quick = max(self._parts.last_node, self._quick.last_node), None
         if self._clock.step > self._first_step:
             self._clock.previous = self._made_last  # a late optimizer may still join the last counted sample
         entries = self._parts.follow()
@@ -192,7 +197,7 @@ class StepRest(Rest):
         self._sample.begin()
         if self._has_found:
             self._sample.measure_found(entries)
-        elif before_step and self._last_node != num_nodes_made():
+        elif before_step and self._parts.last_node != num_nodes_made():
             # A forward has run since the last counted step, and perhaps a backward without any hook.
             self._sample.mark_present(entries)
 
@@ -240,7 +245,7 @@ class StepRest(Rest):
         maker = self._under_way
         if maker is None or self._makers.get(optimizer) is not maker:
             return False
-        self._under_way, self._last_node = None, num_nodes_made()
+        self._under_way, self._parts.last_node = None, num_nodes_made()
         maker[1].is_scalers = False
         self._clock.step += 1 if self._is_only_one else self._completes(maker[0])
         return self._clock.step >= self._last_step
@@ -253,7 +258,7 @@ class StepRest(Rest):
         """Return how many samples are complete with the step of this optimizer."""
         is_next = key in self._stepped  # a second step: the leaders that are missing have not stepped in every sample
         if is_next:
-            self._pausing |= self._leaders - self._stepped
+            self._pause(self._leaders - self._stepped)
             self._leaders &= self._stepped
         stepped = frozenset([key]) if is_next else self._stepped | {key}
         is_complete = self._leaders <= stepped

@@ -147,8 +147,7 @@ class Sampler(Listener):
         parts.loss.settle()
         parts.loss_scale.forget()
         if self._schedule.is_sampled and (root := backward_root()) is not None:
-            scale = parts.loss_scale.of_backward(root.device, reached)
-            parts.loss.see(root, scale, of_all=parts.loss_scale.is_given)
+            parts.loss.see(root, parts.loss_scale.of_backward(root.device, reached), of_all=parts.loss_scale.is_given)
         if self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
             # Every backward may be the last before the step: the last group of micro-batches may be shorter.
             self._sample.measure_present(self.parts.follow())
