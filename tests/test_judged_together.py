@@ -210,6 +210,13 @@ def test_a_notable_sample_is_judged_at_its_own_step_with_all_that_wait(notable):
     assert loop.seen.since(100) == [[101, 102, 103, 104, 105]]
 
 
+def test_five_samples_after_a_notable_one_are_judged_at_once_because_they_show_whether_it_stays():
+    loop = Loop().steps(104)
+    for _ in range(70):
+        loop.step(2.1)
+    assert loop.seen.since(100)[1:7] == [*([step] for step in range(106, 111)), list(range(111, 175))]
+
+
 @pytest.mark.parametrize(
     "ask",
     [

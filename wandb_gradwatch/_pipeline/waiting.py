@@ -11,6 +11,7 @@ from ..snapshot import keys
 LONGEST_WAIT: Final = 0.2  # seconds
 MOST_WAITING: Final = 64
 FIRST_ONE_BY_ONE: Final = 100  # samples after the start: most faults of a training show there
+_FOLLOWED: Final = 5  # samples after a notable one: they show rules whether its norm stays, grows or falls back
 
 _NONFINITE: Final = itemgetter(*NONFINITE_COLUMNS, Column.PARAM_NUM_NONFINITE)
 
@@ -18,9 +19,9 @@ _NONFINITE: Final = itemgetter(*NONFINITE_COLUMNS, Column.PARAM_NUM_NONFINITE)
 class WaitingSamples:
     """Decides which samples may wait until they are processed and judged together.
 
-    A sample waits only if nothing about it is notable: it is finite, its update was applied, it has as many elements as
-    the last one, and its norm is not 0 and at most twice the norm judged last. The next sample must be expected
-    `LONGEST_WAIT` after the oldest waiting one at the latest.
+    A sample waits only if nothing about it or the five before is notable: it is finite, its update was applied, it has
+    as many elements as the last one, and its norm is not 0 and at most twice the norm judged last. The next sample must
+    be expected `LONGEST_WAIT` after the oldest waiting one at the latest.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class WaitingSamples:
 
     def begin(self) -> None:
         """Judge the next samples one by one: the training begins, or continues from a saved state."""
-        self._num_judged = self._num_waiting = 0
+        self._num_judged = self._num_waiting = self._num_followed = 0
         self._last_sum_sq = self._judged_sum_sq = self._num_elements = math.nan  # of all gradients
         self._oldest = self._newest = -math.inf  # times of arrival
 
@@ -41,13 +42,14 @@ class WaitingSamples:
         self._newest = now
         self._oldest = self._oldest if self._num_waiting else now
         self._num_waiting += 1
+        is_usual = is_like_the_last and 0 < self._last_sum_sq <= self._judged_sum_sq * 4
+        is_notable = bad > 0 or sample.skipped or sample.sample.left_out or not is_usual
+        self._num_followed = 0 if is_notable else self._num_followed + 1
         return (
             self._num_judged >= FIRST_ONE_BY_ONE
             and self._num_waiting < MOST_WAITING
+            and self._num_followed > _FOLLOWED
             and now + since - self._oldest <= LONGEST_WAIT
-            and not (bad > 0 or sample.skipped or sample.sample.left_out)
-            and is_like_the_last
-            and 0 < self._last_sum_sq <= self._judged_sum_sq * 4
         )
 
     def end(self) -> None:
