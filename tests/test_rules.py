@@ -196,6 +196,16 @@ def test_what_grows_on_moves_the_parameters_or_ends_in_nan_is_an_error():
     assert levels == {"grows": "ERROR", "moves": "ERROR", "breaks": "ERROR", "stays": "WARN", "passes": "INFO"}
 
 
+@pytest.mark.parametrize(("after", "kind"), [([1.0], "passed"), ([NAN], "broken")])
+def test_the_layers_of_a_spike_that_is_over_are_those_of_the_spike_not_of_the_sample_after_it(after, kind):
+    check = ExplodingGradient()
+    calm = [sample_of({"a": [1.0], "b": [1.0]}, step=s) for s in range(1, 31)]
+    list(check.check(together([*calm, sample_of({"a": [0.5], "b": [20.0]}, step=31)])))
+    [alert] = check.check(sample_of({"a": after, "b": [0.1]}, step=32))
+    assert alert.kind == kind
+    assert alert.layers == "b 20 (usually 1), a 0.5 (usually 1)"
+
+
 def test_what_stays_at_a_few_times_the_record_and_moves_nothing_is_told_at_the_fifth_sample():
     """An LSTM that leaves a plateau has two samples of 5 times the record; clipped, they hardly move parameters."""
     for num, told in ((4, []), (5, [31])):

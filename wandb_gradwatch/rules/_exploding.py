@@ -110,6 +110,7 @@ class _Past(Remembers):
         self.was_moving = False  # whether such updates preceded the first norm above the limit
         self.was_moved = False  # whether the updates since the sample before it moved the parameters far
         self.largest_above = -math.inf  # the largest norm above the limit, in the current row
+        self.sum_sq_above = PerName(math.nan)  # squared norm of each gradient in the sample with that norm
         self.movement = Movement()
         self.progress = Progress()
 
@@ -204,10 +205,10 @@ class ExplodingGradient(ShippedRule):
             past.progress.see(losses[sample.place])
             # Parameters that move far while the loss falls are learning, not exploding.
             moved = past.movement.is_beyond(_MOVED, update, sample) and not past.progress.has_fallen()
-            found = self._broken(past) if sample.has_nonfinite else self._judge(sample, past, moved)
+            found = self._broken(past) if sample.has_nonfinite else self._judge(snapshot.names, sample, past, moved)
             if found is not None:
-                yield self._alert(snapshot, sample, found)
-            elif not sample.has_nonfinite:
+                yield self._alert(snapshot, sample, past, found)
+            elif not (sample.has_nonfinite or past.num_above):
                 if len(self._unlearnt) == _WINDOW:
                     self._work_out()
                 self._unlearnt.append((snapshot.names, sample.rows[:, Column.GRAD_SUM_SQ]))
@@ -228,7 +229,7 @@ class ExplodingGradient(ShippedRule):
         usual = statistics.median(norms[:-1]) + max(math.log(self.min_factor), far)
         return max(survived, past.record + _OF_RECORD * far, usual)
 
-    def _judge(self, sample: Overview, past: _Past, moved: bool) -> _Found | None:
+    def _judge(self, names: tuple[str, ...], sample: Overview, past: _Past, moved: bool) -> _Found | None:
         """Return what is wrong with the total norm, or None, and add the norm to the history."""
         norm, step = sample.norm, sample.step
         squares = sample.sums[Column.PARAM_SUM_SQ]
@@ -267,7 +268,9 @@ class ExplodingGradient(ShippedRule):
             past.was_moved = moved
         past.num_above += 1
         grows = log_norm > past.largest_above + math.log(_GROWS)  # norms that stay may scatter as much
-        past.largest_above = max(past.largest_above, log_norm)
+        if log_norm > past.largest_above:
+            past.largest_above = log_norm
+            past.sum_sq_above.of(names)[:] = sample.rows[:, Column.GRAD_SUM_SQ]
         factor, now = (bounded_exp(one - past.record) for one in (past.largest_above, log_norm))
         words, moved = _above(norm, past, limit, small), moved and not past.was_moving
         if past.num_above >= self.adapt_after:
@@ -328,9 +331,11 @@ class ExplodingGradient(ShippedRule):
                 usual_P += _USUAL_WEIGHT * (log_P - usual_P)
         self._unlearnt.clear()
 
-    def _alert(self, snapshot: Snapshot, sample: Overview, found: _Found) -> Alert:
+    def _alert(self, snapshot: Snapshot, sample: Overview, past: _Past, found: _Found) -> Alert:
         self._work_out()
         norm_P, usual_P = snapshot.grad_norm[sample.place], np.exp(self._usual.of(snapshot.names))
+        if found.kind in _PAST:
+            norm_P = np.sqrt(past.sum_sq_above.of(snapshot.names))
         present = np.flatnonzero(norm_P > 0)
         worst = worst_first(norm_P / usual_P if np.isfinite(usual_P[present]).all() else norm_P, present)
         layers = listing(
