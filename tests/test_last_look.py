@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
 
 import pytest
 import torch
 from gradients import Chosen, step, watch
+from torch import nn
 from torch.optim import SGD
 
-from wandb_gradwatch import Watcher
+import wandb_gradwatch
+from wandb_gradwatch import MemorySink, Watcher
 from wandb_gradwatch._capture import wiring
 
 
@@ -45,6 +49,69 @@ def test_what_a_sample_has_told_is_not_told_again() -> None:
 @pytest.mark.parametrize("sample_every", [1, 10, 1000])
 def test_a_sound_training_is_silent(sample_every: int) -> None:
     assert told(None, sample_every=sample_every) == []
+
+
+class Parts(nn.Module):
+    """A model with parameters of its own, and of modules that are freed after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.itself = [self] if FREED_BY_COLLECTOR else None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(inputs)) * self.scale
+
+
+FREED_BY_COLLECTOR = False
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+@pytest.mark.parametrize("sample_every", [7, 1000])
+def test_a_model_that_ends_with_its_function_is_looked_at_a_last_time(monkeypatch, in_a_cycle, sample_every) -> None:
+    monkeypatch.setitem(globals(), "FREED_BY_COLLECTOR", in_a_cycle)
+    sink, held = MemorySink(), []
+
+    def main() -> None:
+        model = Parts()
+        held.extend(map(weakref.ref, [*model.parameters(), *model.modules()]))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        wandb_gradwatch.watch(model, sinks=[sink], rules=None, sample_every=sample_every, log_every=10**6)
+        for number in range(300):
+            optimizer.zero_grad()
+            model(torch.full((4, 2), math.nan if number == 297 else 1.0)).square().mean().backward()
+            optimizer.step()
+
+    main()
+    gc.collect()
+    assert [(alert.title, alert.step) for alert in sink.alerts] == [("NaN gradient", 300)]
+    assert sink.closed
+    assert not [one for one in held if one() is not None]  # and nothing keeps it alive
+
+
+def test_what_is_removed_from_a_model_is_freed_at_once() -> None:
+    model = Parts()
+    watcher, _ = watch(model, sample_every=1)
+    removed = [weakref.ref(one) for one in (*model.b, *model.b.parameters(), model.scale)]
+    model.b, model.scale = nn.Linear(2, 1), nn.Parameter(torch.zeros(1))
+    assert not [one for one in removed if one() is not None]
+    rest = [weakref.ref(one) for one in model.parameters()]
+    watcher.remove()
+    del model
+    assert not [one for one in rest if one() is not None]
+
+
+def test_a_training_without_any_gradient_is_told_of_when_its_model_ends(caplog) -> None:
+    def main() -> None:
+        model = Chosen(a=2)
+        watch(model)
+        with torch.no_grad():
+            for _ in range(20):
+                model.a += 0.1
+
+    main()
+    assert "no gradient was seen" in caplog.text
 
 
 def test_the_alert_names_the_parameters_and_what_was_not_measured() -> None:

@@ -284,6 +284,7 @@ class Watcher:
         self._removed = True
         self._models = []  # otherwise _model_gone would run while the interpreter exits, when torch no longer exists
         self._sampler.stop()
+        self._registry.let_go()
         if self._parts.replay is not None:
             self._parts.replay.close()
         self._pipeline.close()
@@ -306,6 +307,8 @@ class Watcher:
                 self._remove(merge=False)
             finally:
                 self._boundary.lock.release()
+        if not self._registry.models():
+            self._registry.let_go()
 
     def _failed(self, error: Exception) -> None:
         """After an exception inside the monitor: log it once and stop, but keep what was measured. Training goes on."""

@@ -2,12 +2,14 @@
 
 It keeps no reference to a parameter: a strong one would leak the model, a weak one makes `model.to()` raise where that
 swaps tensors. It holds the model weakly and walks it again whenever the parameters are needed, which also finds new,
-replaced and unfrozen parameters.
+replaced and unfrozen parameters. Only the modules' own tables of parameters are held, each until its module is freed,
+because parameters can be looked at a last time while the model is being freed, at the end of a `main()`.
 """
 
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from .gradient_versions import version_of
 
 NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence["str | re.Pattern[str]"]
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+_Tables = dict[int, dict[str, nn.Parameter | None]]  # by a module's id: its `_parameters`
 
 
 class ParameterRegistry:
@@ -46,11 +49,12 @@ class ParameterRegistry:
         self.slot_of_id: dict[int, int] = {}  # id(parameter) -> slot, as of the last scan
         self.version = 0  # changes whenever slot_of_id changes
         self.changes = 0  # changes whenever there may be a parameter to hook: a new or an unfrozen one
-        # Of the last walk, to detect changes since: the modules in its order, [] if it cannot be relied on; the ids and
-        # keys of their parameters and children; each watched slot with the place of its parameter among these.
+        # Of the last walk, to detect changes since: the modules in its order; the ids and keys of their parameters and
+        # children, [] if the walk cannot be relied on; each watched slot with the place of its parameter among these.
         self._walked: list[weakref.ref[nn.Module]] = []
         self._identities: tuple[list[int], list[str]] = [], []
         self._places: list[tuple[int, int]] = []
+        self._tables: _Tables = {}
         entries = self.scan()
         if not any(parameter.requires_grad for _, parameter in entries):
             raise ValueError(self._nothing_to_watch(include, exclude))
@@ -87,9 +91,13 @@ class ParameterRegistry:
     def scan(self) -> list[Entry]:
         """Walk the models. Returns (slot, parameter) of every watched parameter in model order, tied ones once.
 
-        Cost: a walk over the modules if nothing has changed since the last scan; otherwise a few times as much.
+        While the last model is being freed, returns those of the last scan. Cost: a walk over the modules if nothing
+        has changed since the last scan; otherwise a few times as much.
         """
         entries = self._unchanged()
+        if entries is None and not self.models():
+            last = {id(p): p for table in list(self._tables.values()) for p in table.values() if p is not None}
+            return [(slot, last[number]) for number, slot in self.slot_of_id.items() if number in last]
         if entries is None:
             entries = self._scan_anew()
         require_grad = [parameter.requires_grad for _, parameter in entries]
@@ -133,9 +141,18 @@ class ParameterRegistry:
         place_of_id = {number: place for place, number in enumerate(self._identities[0])}
         self._places = [(slot, place_of_id.get(id(parameter), -1)) for slot, parameter in found.items()]
         is_lost = len(self.models()) < len(self._models)
-        is_lost |= any(place < 0 for _, place in self._places)  # another thread has replaced one meanwhile
-        self._walked = [] if is_lost else list(map(weakref.ref, walked))
+        if is_lost or any(place < 0 for _, place in self._places):  # another thread has replaced one meanwhile
+            self._identities = [], []
+        self._tables = tables = {id(module): module._parameters for module in walked}
+        roots = set(map(id, self.models()))  # whoever looks at them a last time is called by a callback, too, but later
+        self._walked = [
+            weakref.ref(one, None if id(one) in roots else partial(_drop, tables, id(one))) for one in walked
+        ]
         return list(found.items())
+
+    def let_go(self) -> None:
+        """Drop what is held until the models are freed: nobody will look at their parameters any more."""
+        self._tables.clear()
 
     def _unchanged(self) -> list[Entry] | None:
         """Return the watched parameters; None if any module has other parameters, children or names than at the walk.
@@ -195,6 +212,10 @@ def _nothing_registered(modules: Sequence[nn.Module]) -> str:
         f"watch() found nothing: no parameter is registered in {type(modules[0]).__name__}; pass the model that is "
         "trained, and keep layers in a torch.nn.ModuleList or ModuleDict instead of a plain list or dict"
     )
+
+
+def _drop(tables: _Tables, number: int, _: object) -> None:
+    tables.pop(number, None)
 
 
 def _contents(modules: Sequence[nn.Module]) -> tuple[list[Any], tuple[list[int], list[str]]]:
