@@ -14,7 +14,7 @@ from gradients import watch
 from torch import nn
 
 from wandb_gradwatch._analysis.formatting import sentence
-from wandb_gradwatch._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
+from wandb_gradwatch._diagnosis import CAUSES, Diagnosis, _in_words, causes, diagnose, with_diagnosis
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
@@ -457,3 +457,11 @@ def test_a_loss_that_is_known_at_some_samples_falls_from_one_that_was_known(know
         found = diagnose(replace(samples, metrics={keys.LOSS: loss}))
     told = [diagnosis.evidence for diagnosis in found if "without a lower bound" in diagnosis.cause]
     assert [evidence.rpartition("the loss fell ")[2] for evidence in told] == ([is_told] if is_told else [])
+
+
+def test_of_two_causes_of_which_one_is_unknown_the_text_says_once_that_it_is_not_clear():
+    fitting = [Diagnosis(cause, 0.8, "seen", "do it") for cause in (causes.LEARNING_RATE, causes.UNMEASURED)]
+    for either, other in (fitting, fitting[::-1]):
+        words, _ = _in_words([either, other])
+        assert words.count("not clear") == 1
+        assert "parameters became NaN or Inf in a step that was not measured (seen)" in words

@@ -55,6 +55,7 @@ def recorded(make) -> Snapshot:
 def captured(*, left_out: bool = False, resets: bool = True, rate: float = 0.01) -> Snapshot:
     """Return the samples of a watched training, with what the capture finds out about its loop."""
     training, found = trainings.mlp(seed=0), []
+    training.optimizer = None  # it holds all parameters
     held = list(training.model.parameters())[2 * left_out :]
     optimizer = torch.optim.SGD(held, lr=0.01)
     optimizer.param_groups[0]["lr"] = rate  # the constructor rejects a rate below 0, a schedule may set it

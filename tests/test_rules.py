@@ -162,6 +162,14 @@ def test_a_second_spike_soon_after_a_first_is_found():
     assert steps(ExplodingGradient().check(of_norms(norms))) == [100, 102]
 
 
+@pytest.mark.parametrize("log_norm", np.linspace(2.0, 6.0, 21))
+def test_norms_that_scatter_have_not_fallen_back_where_they_hardly_differ(log_norm):
+    calm = np.exp(np.random.default_rng(3).normal(0, 0.5, 60))
+    peak = float(np.exp(log_norm))
+    told = ExplodingGradient(deviations=6.0).check(of_norms([*calm, peak, 0.8 * peak, *calm]))
+    assert not [alert.text for alert in told if f"has fallen back to {number(0.8 * peak)}" in alert.text]
+
+
 def test_a_spike_that_the_run_has_survived_before_is_no_alarm():
     # A spike of 8 times the usual norm, after norms of 20 times the usual norm.
     norms = [20.0] * 20 + [1.0] * 40 + [8.0] + [1.0] * 10
@@ -411,6 +419,26 @@ def test_a_trainable_parameter_without_a_gradient_for_long_is_said_and_one_that_
     assert "lost (23 samples)." in first.text
     assert "2 of 3 watched parameters have had no gradient for 100 samples" in last.text
     assert "never (120 samples), lost (100 samples)" in last.text
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_parameter_that_one_batch_in_ten_uses_is_neither_cut_off_nor_lost(seed):
+    """torch lists what a model holds itself before its modules: here the embedding of a missing condition."""
+    used = np.random.default_rng(seed).random(600) < 0.1
+    samples = [
+        sample_of({"null": [1.0] if is_used else None, "net.0.weight": [1.0], "net.1.weight": [1.0]}, step=s)
+        for s, is_used in enumerate(used, 1)
+    ]
+    assert list(NoGradient().check(together(samples))) == []
+
+
+def test_heads_that_wait_for_their_turn_are_told_of_once():
+    heads = [
+        sample_of({"net": [1.0], **{f"heads.{h}": [1.0] if h == turn else None for h in range(4)}}, step=150 * turn + s)
+        for turn in range(4)
+        for s in range(1, 151)
+    ]
+    assert steps(NoGradient().check(together(heads))) == list(range(100, 451))  # until the last has had its turn
 
 
 def test_what_is_not_trainable_needs_no_gradient():
@@ -678,6 +706,18 @@ def test_branches_side_by_side_are_no_depth():
     assert steps(VanishingGradient(patience=3).check(together([sample_of(chain, step=s) for s in range(1, 4)]))) == [3]
 
 
+@pytest.mark.parametrize("prefixes", [("actor.", "critic."), ("model0.", "model1."), ("0.", "1."), ("q1.", "q2.")])
+def test_networks_side_by_side_are_no_depth_however_they_are_called(prefixes):
+    # Within each network norms differ by less than 10 times, between them by a hundred thousand times.
+    sizes = {
+        f"{prefix}{layer}.weight": [size * 2.0**layer]
+        for prefix, size in zip(prefixes, (1e-5, 1.0), strict=True)
+        for layer in range(3)
+    }
+    samples = together([sample_of(sizes, step=s) for s in range(1, 31)])
+    assert list(VanishingGradient(min_order=0.8).check(samples)) == []
+
+
 def test_units_that_are_off_in_every_sample_but_never_the_same_ones_are_not_dead():
     rng = np.random.default_rng(8)
     samples = []
@@ -740,6 +780,15 @@ def test_a_layer_whose_inputs_become_0_is_told_at_the_second_sample():
     assert "the weights of 0 have had no gradient while its bias has one" in alert.text
     assert "the data has changed" in alert.text
     assert dead_steps(*[layers(dead={}, empty="0")] * 30) == []  # inputs that were 0 from the start
+
+
+def test_units_that_die_together_with_the_inputs_do_not_hide_that_there_are_none():
+    before, after = [layers(dead={})] * 50, [layers(dead={"0": 40}, empty="0")] * 20
+    check = DeadGradient()
+    samples = together([sample_of(grads, step=s) for s, grads in enumerate([*before, *after], 1)])
+    alerts = list(check.check(samples))
+    assert all("every input of this layer is 0" in alert.text for alert in alerts)
+    assert alerts[0].step == 52
 
 
 def test_a_whole_layer_that_dies_is_told_at_the_second_sample():

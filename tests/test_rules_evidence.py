@@ -827,6 +827,33 @@ def test_a_loss_that_turns_around_at_0_is_told_and_one_that_comes_down_to_it_is_
     assert all("the wrong sign of the loss" in alert.text for alert in alerts)
 
 
+def test_weights_that_are_no_longer_finite_have_not_shrunk() -> None:
+    weights = [np.ones(5000)] * 30 + [np.append(np.full(4990, np.nan), np.ones(10))] * 30
+    samples = [sample_of({"w": np.ones(5000)}, step=s, parameters={"w": w}) for s, w in enumerate(weights, 1)]
+    assert list(FastParameters().check(together(samples))) == []
+
+
+def test_a_loss_that_has_been_below_0_before_may_fall_there_again() -> None:
+    # A critic's loss: below 0 in the first samples, above it for longer than the window, and below it again.
+    loss = [-0.15, -0.3, *[1.0 + 0.01 * (n % 3) for n in range(120)], *[-2.0] * 8]
+    assert list(LossSpike().check(measured(of_norms([1.0] * len(loss)), loss=loss))) == []
+
+
+@pytest.mark.parametrize(("peak", "told"), [(1e-5, []), (1e-2, [71])])
+def test_after_convergence_a_loss_is_no_spike_that_is_nothing_beside_the_first_losses(
+    peak: float, told: list[int]
+) -> None:
+    loss = [*np.geomspace(1.0, 1e-9, 30).tolist(), *[1e-9 + 1e-11 * (n % 3) for n in range(40)], *[peak] * 8]
+    assert [alert.step for alert in LossSpike().check(measured(of_norms([1.0] * 78), loss=loss))] == told
+
+
+def test_a_spike_is_compared_in_words_with_the_losses_that_set_its_limit() -> None:
+    loss = [*[9.0 + 0.01 * (n % 3) for n in range(32)], *[1.0 + 0.01 * (n % 3) for n in range(32)], *[8.0] * 8, 5.0]
+    stays, falls = LossSpike().check(measured(of_norms([1.0] * len(loss)), loss=loss))
+    assert "and stays there; the 32 losses before were between 1 and 1.02 (threshold" in stays.text
+    assert ("and falls again;" in falls.text, falls.level) == (True, "INFO")
+
+
 def test_a_loss_that_had_fallen_far_may_not_rise_back_half_the_way() -> None:
     # From 2 to 0.1 within 30 samples, then 40 between 0.1 and 0.12: 1.5 is far above the latest losses.
     loss = [

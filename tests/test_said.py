@@ -88,7 +88,7 @@ def test_what_lasts_is_said_once_and_at_the_end_with_its_count(said):
     assert [alert.title for alert in sink.alerts] == ["No gradient"]
     watcher.remove()
     (again,) = [text for text in said() if "times in all" in text]
-    assert again.startswith("wandb_gradwatch: 3 times in all: Step 1: every gradient was already None")
+    assert again.startswith("wandb_gradwatch: 3 times in all measured steps: Step 1: every gradient was already None")
 
 
 def test_a_resumed_training_does_not_say_again_what_it_has_said():

@@ -489,6 +489,7 @@ def test_a_numba_that_is_broken_is_said_once_and_torch_and_numpy_measure(
 ) -> None:
     monkeypatch.delitem(sys.modules, LOOPS_MODULE, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)  # its import fails
+    monkeypatch.setattr(cpu_compiled, "_BEFORE_ANOTHER_TRY", 0.0)
     compilation = Compilation(cpu_compiled._compile)
     replace_loops(compilation)
     for _ in range(2):
@@ -500,6 +501,26 @@ def test_a_numba_that_is_broken_is_said_once_and_torch_and_numpy_measure(
     assert measure([torch.ones(4)], None).rows[0, Column.GRAD_SUM] == 4
     with pytest.raises(RuntimeError, match="could not be made: ModuleNotFoundError"):
         watch(Chosen(a=2), backend="compiled")
+
+
+@needs_numba
+def test_a_compilation_that_another_thread_disturbs_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    from wandb_gradwatch._measure import cpu_loops
+
+    failures = [AttributeError("replaced for a moment")] * 2  # with the cache on disk, and without it
+
+    def disturbed(*, cache: bool) -> str:
+        if failures:
+            raise failures.pop()
+        return "loops"
+
+    monkeypatch.setattr(cpu_loops, "compile_loops", disturbed)
+    monkeypatch.setattr(cpu_compiled, "_check", lambda loops: None)
+    monkeypatch.setattr(cpu_compiled, "_BEFORE_ANOTHER_TRY", 0.0)
+    assert cpu_compiled._compile() == "loops"
+    assert said() == []
 
 
 def test_loops_that_fail_are_replaced_by_torch_and_numpy_with_one_warning(

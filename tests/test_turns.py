@@ -109,6 +109,20 @@ def test_the_first_sample_of_several_optimizers_has_all_networks_though_gradient
     assert merged.total_grad_norm.tolist() == [5, 5, 5]
 
 
+def test_gradients_whose_optimizer_has_not_stepped_yet_are_not_said_to_be_missing(caplog):
+    model = nn.ModuleList([Chosen(p=1), Chosen(p=1)])
+    first, second = (SGD(one.parameters(), lr=0.0) for one in model)
+    watcher, sink = watch(model, rules=None, sample_every=1)
+    for step in range(1, 301):
+        model.zero_grad()
+        sum(3 * one.p.sum() for one in model).backward()
+        (first if step <= 150 else second).step()
+    watcher.remove()
+    assert [alert.title for alert in sink.alerts if alert.title == "No gradient"] == []
+    [said] = [record.getMessage() for record in caplog.records if "have not been used" in record.getMessage()]
+    assert "the gradients of 1.p have not been used in 100 measured steps" in said
+
+
 @pytest.mark.parametrize("every", [2, 3])
 def test_an_optimizer_may_step_for_the_first_time_after_another_one(every: int) -> None:
     """Its slots have no owner yet when the other optimizer steps: the sample waits for it until the next backward."""

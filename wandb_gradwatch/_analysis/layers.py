@@ -21,6 +21,8 @@ from ..snapshot._shapes import group_function
 _ROUNDING = 1e-5
 _HALF_ROUNDING = 256.0  # estimated size of inputs from which a bias's gradient may be the rounding of bfloat16, 2^-8
 _MIN_LAYERS = 4
+_OF_SEVERAL = re.compile(r"^model\d+\.")
+_ONE_STEP = 2 / 3  # largest share of the range of a trend's log norms between two neighbours
 _TOLERANCE = 1e-9  # relative, because sums in different orders round differently
 MIN_WEIGHTS = 64  # fewer elements are a scale or a temperature, which may be clamped, and no layer's weights
 
@@ -56,6 +58,17 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
 def are_weights(names: tuple[str, ...]) -> BoolArray:
     """Which parameters are weights, by their names: [P]."""
     return np.array(["bias" not in name for name in names])
+
+
+@lru_cache(maxsize=16)
+def beside_modules(names: tuple[str, ...]) -> BoolArray:
+    """Which parameters belong to a module that contains modules with parameters: [P].
+
+    torch lists them first, wherever the forward uses them: a class token, an embedding for a missing condition.
+    """
+    paths = [name.rpartition(".")[0] for name in names]
+    within = {path[:end] for path in paths for end in range(len(path)) if path[end] == "." or not end}
+    return np.array([path in within for path in paths], dtype=bool)
 
 
 def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> BoolArray:
@@ -194,8 +207,12 @@ def num_units(snapshot: Snapshot, sample: int) -> FloatArray:
 
 
 def branch_of(name: str) -> str:
-    """A module's name up to its first number. Modules of one branch are assumed to follow each other."""
-    return re.split(r"\d", name, maxsplit=1)[0]
+    """A module's name up to its first number. Modules of one branch are assumed to follow each other.
+
+    The numbers of several watched models, `model0.`, `model1.`, tell branches apart.
+    """
+    own = _OF_SEVERAL.sub("", name)
+    return name.removesuffix(own) + re.split(r"\d", own, maxsplit=1)[0]
 
 
 @lru_cache(maxsize=16)
@@ -249,7 +266,10 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> list[DepthTrend | None]
 
 
 def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:
-    """The steepest trend of these layers' norms along a chain; zero and missing norms are left out."""
+    """The steepest trend of these layers' norms along a chain; zero and missing norms are left out.
+
+    A chain that owes most of its trend to a single step is none: there one network ends, and another begins.
+    """
     are_seen_L, found = np.isfinite(norms_L) & (norms_L > 0), []
     for chain in _chains_of(names_L)[0]:
         seen = chain[are_seen_L[chain]]
@@ -259,7 +279,8 @@ def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None
             ranks = np.argsort(np.argsort(log_norms)) + centred[0]
             order = float(centred @ ranks / (centred @ centred))
             factor = float(np.exp(np.clip(slope * (len(seen) - 1), -700, 700)))
-            found.append(DepthTrend(names_L[seen[0]], names_L[seen[-1]], factor, order))
+            if np.max(np.sign(slope) * np.diff(log_norms)) <= _ONE_STEP * np.ptp(log_norms):
+                found.append(DepthTrend(names_L[seen[0]], names_L[seen[-1]], factor, order))
     return max(found, key=lambda trend: abs(math.log(trend.factor)), default=None)
 
 

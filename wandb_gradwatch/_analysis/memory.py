@@ -143,6 +143,11 @@ class Streaks(Remembers):
             self._is_so = False
         self._num_quiet += num_samples
 
+    def begin_anew(self, names: tuple[str, ...]) -> None:
+        """Forget the samples before the streaks under way: they say nothing about the samples to come."""
+        seen_P, so_P, row_P = self._settled(names)
+        seen_P[:], so_P[:] = row_P, 0
+
     def _settled(self, names: tuple[str, ...]) -> tuple[FloatArray, FloatArray, FloatArray]:
         """The number of samples, those with the condition before the streak, and the streak's length: [P] each."""
         if self._num_quiet:

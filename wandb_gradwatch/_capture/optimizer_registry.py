@@ -36,7 +36,7 @@ class OptimizerRegistry:
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._keys = itertools.count(1)
         self._version = registry.version  # when every optimizer was last looked at
-        self._named: tuple[int, ...] = ()  # the cache key of `_names`
+        self._named: tuple[object, ...] = ()  # the cache key of `_names`
         self._names = Names((), ())
 
     def known_to_follow(self, optimizer: Optimizer) -> bool | None:
@@ -77,13 +77,14 @@ class OptimizerRegistry:
         """Return the current names, and which of the parameters are expected to have a gradient.
 
         Frozen parameters are not, nor are those that no optimizer holds and no backward has reached, as in a target
-        network. While no optimizer is known, all parameters with requires_grad are.
+        network, nor those whose optimizer has not stepped yet. While no optimizer is known, all parameters with
+        requires_grad are.
         """
-        owner, registry = self._clock.owner, self._registry
+        owner, registry, expected = self._clock.owner, self._registry, self._clock.expected
         num_apart = len(self.left_out), len(self.updated_otherwise)
-        now = (registry.changes, len(registry.names), self._clock.num_changes, *num_apart)
+        now = (registry.changes, len(registry.names), self._clock.num_changes, *num_apart, expected)
         if now != self._named:  # called at every sample; rules recognise the same tuple while nothing changes
-            left_out = self.left_out - self.updated_otherwise
+            left_out = self.left_out - self.updated_otherwise - expected
             trainable = [
                 slot in registry.trainable and (not owner or slot in owner or slot in left_out)
                 for slot in range(len(registry.names))

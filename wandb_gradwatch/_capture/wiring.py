@@ -31,7 +31,8 @@ from .parameter_registry import ParameterRegistry
 _STEPS: Final = 3  # number of steps of each optimizer that are checked
 _AGAIN_EVERY: Final = 50  # after these, the sampled steps that are checked for gradients that are no longer reset
 _PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that raise an alert
-_PATIENCE_IN_STEPS: Final = 100  # steps of other models' optimizers before the first gradient of the watched one
+# Steps of other models' optimizers before the first gradient of the watched one; samples before an optimizer's step
+_PATIENCE_IN_STEPS: Final = 100
 _PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
 _GROWS: Final = "an optimizer's state that forgets nothing and grows with every step"
 # name -> whether a value breaks any training, the cause, and the remedy
@@ -82,6 +83,7 @@ class Wiring:
         self._unowned: _States = {}  # of those with a gradient but no optimizer, until they are reported
         self._samples_to_wait = 0  # until the slots in `_unowned` are reported
         self._known_unowned: frozenset[int] = frozenset()
+        self._num_idle = 0  # number of samples with gradients whose optimizer has not stepped yet
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
         self._num_elsewhere = 0  # number of steps of other models' optimizers before the first sample
@@ -195,6 +197,15 @@ class Wiring:
                 elif slot in self._unowned:
                     self._optimizer_registry.updated_otherwise.add(slot)
             self._unowned = {}
+        if idle := sorted(self._clock.expected & unowned):
+            self._num_idle += 1
+            if self._num_idle == _PATIENCE_IN_STEPS:
+                self._notices.say(
+                    "idle optimizer",
+                    f"the gradients of {self._parameter_registry.some_names(idle)} have not been used in "
+                    f"{_PATIENCE_IN_STEPS} measured steps: the optimizer that holds these parameters has not stepped "
+                    "yet. If it is to step later, all is well; until then nothing is logged about them.",
+                )
 
     def _states(self) -> _States:
         entries = [entry for entry in self._parameter_registry.scan() if not is_lazy(entry[1])]

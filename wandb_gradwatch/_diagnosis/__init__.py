@@ -154,7 +154,8 @@ def _in_words(fitting: Sequence[Diagnosis]) -> tuple[str, str]:
         return first.in_words, first.remedy
     second = others[0]
     apart = next((f"; {APART[d.cause]} tells them apart" for d in (first, second) if d.cause in APART), "")
-    cause = f"not clear: either {first.cause} ({first.evidence}), or {second.cause} ({second.evidence}){apart}"
+    one, other = (f"{d.cause.removeprefix(f'{_NOT_CLEAR}: ')} ({d.evidence})" for d in (first, second))
+    cause = f"{_NOT_CLEAR}: either {one}, or {other}{apart}"
     if second.remedy in first.remedy:
         return cause, first.remedy
     return cause, f"{first.remedy}; if that changes nothing, {second.remedy}"

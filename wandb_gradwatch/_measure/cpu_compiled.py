@@ -10,6 +10,7 @@ fail, torch and numpy measure instead (cpu.py), with identical counts and histog
 import importlib.util
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Final
@@ -36,6 +37,7 @@ _BATCH: Final = 8  # pieces that a thread takes at once
 _SHARED_FROM: Final = 1 << 21  # elements; with fewer, one thread is done before another has woken up
 
 _LONGEST: Final = 60.0  # seconds to wait for another process that compiles
+_BEFORE_ANOTHER_TRY: Final = 2.0  # seconds
 
 
 @cache
@@ -46,16 +48,13 @@ def is_installed() -> bool:
 
 def _compile() -> Loops:
     try:
-        from .cpu_loops import compile_loops
-
-        with after_other_processes("loops", longest=_LONGEST):
-            try:
-                loops = compile_loops(cache=True)
-            except Exception as error:  # no writable folder, a full disk or a damaged file: compile without the cache
-                logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
-                loops = compile_loops(cache=False)
-        _check(loops)
-        return loops
+        return _compiled()
+    except Exception as error:
+        # Another thread may have replaced functions that the compiler uses for a moment, as torch.export does.
+        logger.debug("wandb_gradwatch: compiling once more, after %r", error)
+        time.sleep(_BEFORE_ANOTHER_TRY)
+    try:
+        return _compiled()
     except Exception as error:
         logger.warning(
             "wandb_gradwatch: numba is installed, but the compiled CPU backend could not be made (%r); torch and numpy "
@@ -63,6 +62,19 @@ def _compile() -> Loops:
             error,
         )
         raise
+
+
+def _compiled() -> Loops:
+    from .cpu_loops import compile_loops
+
+    with after_other_processes("loops", longest=_LONGEST):
+        try:
+            loops = compile_loops(cache=True)
+        except Exception as error:  # no writable folder, a full disk or a damaged file: compile without the cache
+            logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
+            loops = compile_loops(cache=False)
+    _check(loops)
+    return loops
 
 
 LOOPS: Final = Compilation(_compile)

@@ -143,7 +143,7 @@ class Dispatcher:
         """Log the counts of repeated messages and of alerts, and close the sinks."""
         for said in self._said.values():
             if said.count > 1:
-                logger.warning("wandb_gradwatch: %d times in all: %s", said.count, said.first)
+                logger.warning("wandb_gradwatch: %d times in all measured steps: %s", said.count, said.first)
         if self._first_alert is not None:
             self._say(self._ending(self._first_alert))
         self._call_sinks("close")

@@ -100,6 +100,7 @@ class DeadGradient(PerKindRule):
         dead_L |= self._are_the_same(snapshot, sample.place, recent_NL)
         if self._told:  # a batch that reaches some units for once does not end a fault that was found
             dead_L |= np.isin(modules, list(self._told)) & (np.median(recent_NL[-ALIKE:], axis=0) >= self._least)
+        dead_L &= ~empty_now_L  # a unit without inputs is not dead, although most of its gradient is 0
         self._told = {modules[place] for place in np.flatnonzero(dead_L)}
         empty = self._empty.see(modules, empty_now_L, present_L)
         if self._told:

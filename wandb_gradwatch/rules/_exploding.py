@@ -300,7 +300,8 @@ class ExplodingGradient(ShippedRule):
             if moved and not past.was_moving:
                 words = f"{words}, but the update has moved the parameters far"
                 found = _Found("passed, moved", "ERROR", past.began, words)
-            elif not moved and _WORTH_A_WORD < factor <= _AT_ONCE:  # above that it was reported at once
+            # Above `_AT_ONCE` it was reported at once. Where usual norms scatter, the limit may be as high as this one.
+            elif not moved and _WORTH_A_WORD < factor <= _AT_ONCE and log_norm < past.largest_above - math.log(2):
                 found = _Found("passed", "INFO", past.began, f"{words}; the parameters have hardly moved")
             # The record at most doubles; otherwise one spike would hide the next.
             past.survive(min(past.largest_above, past.record + math.log(2)))

@@ -24,6 +24,7 @@ _TURNED, _FAR = 16, 6.0  # samples within which a loss falls below 0, and by how
 _FEWEST, _LAST, _FASTER = 8, 4, 5.0
 _BLOCK, _RISES, _FAR_ABOVE = 8, 8, 5.0  # losses per group, groups that rise in a row, and by which factor in all
 _PHASE: Final = 32  # samples of other parameters after which another phase may have another loss
+_LEAST: Final = 1e-4  # share of the largest first loss below which nothing is a spike: the training has converged
 _PRECISION: Final = 1e-3  # smallest deviation, as a share of the median: equal losses have no scatter to compare with
 UNBOUNDED: Final = (
     "the wrong sign of the loss, or a loss without a lower bound",
@@ -41,6 +42,7 @@ class _Past(Remembers):
         self.began = 0  # the step of the first of these
         # The losses since the loss went below 0, a few samples long; and what was expected before that.
         self.below: list[float] = []
+        self.was_below = False  # whether any loss before was below 0: then it is no news
         self.before_0: tuple[float, ...] = ()
         self.first_step = self.last_step = 0  # of the losses before that
         self.newest = 0  # the number of the newest sample
@@ -105,8 +107,9 @@ class LossSpike(ShippedRule):
             if self._num_samples - past.newest > _PHASE:
                 past.losses, past.above = [], []
             past.newest = self._num_samples
-            if past.below or loss < 0:
+            if past.below or (loss < 0 and not past.was_below):
                 yield from self._look_below_0(past, sample.step, loss)
+            past.was_below |= loss < 0
             if loss >= 0:
                 past.first_step, past.last_step = past.first_step or sample.step, sample.step
             yield from self._look_for_rise(sample.step, loss)
@@ -151,6 +154,8 @@ class LossSpike(ShippedRule):
         newest = past.losses[-_NEWEST:]
         if len(past.losses) < self.patience or loss <= (largest := max(newest)):
             return math.inf
+        if min(newest) >= 0 and loss < _LEAST * self._first:
+            return math.inf
         apart = largest - min(newest)
         if loss <= largest + apart:
             return math.inf
@@ -175,17 +180,18 @@ class LossSpike(ShippedRule):
             yield self._finding(step, fact, *UNBOUNDED, title=self.negative)
 
     def _alert(self, past: _Past, limit: float) -> Finding:
+        half, before = len(past.above) // 2, past.losses[-_NEWEST:]
+        is_falling = half > 0 and sum(past.above[-half:]) < sum(past.above[:half])
+        now = "falls again" if is_falling else "stays there"
         fact = (
-            f"the loss has risen to {number(max(past.above))} and stays there; the {len(past.losses)} losses before "
-            f"were between {number(min(past.losses))} and {number(max(past.losses))} (threshold {number(limit)})."
+            f"the loss has risen to {number(max(past.above))} and {now}; the {len(before)} losses before were between "
+            f"{number(min(before))} and {number(max(before))} (threshold {number(limit)})."
         )
         cause = (
             "not clear: either a learning rate that is too high, or the data has changed; whether the learning rate "
             "rose before this step tells them apart"
         )
         remedy = "look at what changed in the data at this step; lower the learning rate, and clip the gradients"
-        half = len(past.above) // 2
-        is_falling = half > 0 and sum(past.above[-half:]) < sum(past.above[:half])
         return self._finding(past.began, fact, cause, remedy, level="INFO" if is_falling else "WARN")
 
 

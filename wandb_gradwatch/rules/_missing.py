@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import listing, worst_first
-from .._analysis.layers import cancelled_biases, leading
+from .._analysis.layers import beside_modules, cancelled_biases, leading
 from .._analysis.memory import ALIKE, PerName, Streaks
 from .._measure.columns import BoolArray, FloatArray
 from ..snapshot import Snapshot, keys
@@ -22,14 +22,14 @@ _MIN_BEFORE: Final = 10  # least number of samples before a pause: fewer may be 
 _PHASE: Final = 10  # samples without a gradient after which a parameter that gets one begins a new phase
 
 
-def _cut_off(never_P: BoolArray, missing_P: BoolArray, trainable_P: BoolArray) -> BoolArray:
-    """Return the parameters that never had a gradient if they are the first trainable ones and no other lacks one: [P].
+def _cut_off(never_P: BoolArray, missing_P: BoolArray, in_order_P: BoolArray) -> BoolArray:
+    """Return the parameters that never had a gradient if they are the first `in_order_P` and no other lacks one: [P].
 
     An idle expert or an unused head is not cut off: it comes after parameters that do get a gradient.
     """
-    num = leading(never_P[trainable_P])
-    is_cut = bool(num) and not missing_P[trainable_P][num:].any()
-    return never_P & trainable_P & is_cut
+    num = leading(never_P[in_order_P])
+    is_cut = bool(num) and not missing_P[in_order_P][num:].any()
+    return never_P & in_order_P & is_cut
 
 
 @dataclass(kw_only=True)
@@ -96,8 +96,9 @@ class NoGradient(ShippedRule):
                 late_P = row_P >= self.patience
                 lost_P = (row_P >= self.lost_patience) & (before_P >= _MIN_BEFORE) & (chance_P < _LOST_CHANCE)
                 late_P |= lost_P & (chance_P ** (1 / ALIKE) < _LOST_CHANCE)
-                late_P |= _cut_off(lost_P, missing_P, wanted_P)
-                late_P |= _cut_off((row_P >= self.cut_patience) & (before_P == 0), missing_P, wanted_P)
+                in_order_P = wanted_P & ~beside_modules(snapshot.names)
+                late_P |= _cut_off(lost_P, missing_P, in_order_P)
+                late_P |= _cut_off((row_P >= self.cut_patience) & (before_P == 0), missing_P, in_order_P)
                 late_P |= (row_P[wanted_P] >= self.lost_patience).all() and not self._is_often_nothing
             self._num_zero = self._num_zero + 1 if all_zero else 0
             # A loss of 0 may have no gradient for long: rewards can be rare, or a hinge loss satisfied.
@@ -118,9 +119,10 @@ class NoGradient(ShippedRule):
             return missing_P
         newest_P, handed_over_P = self._newest.of(names), self._handed_over.of(names)
         np.maximum(newest_P, self._complete, out=newest_P)
-        if (self._num_samples - newest_P[~missing_P] > _PHASE).any():
-            handed_over_P[missing_P & (newest_P == self._num_samples - 1)] = self._num_samples
-            self._missing = Streaks()  # how often gradients were missing before says nothing about this phase
+        lost_P = missing_P & (newest_P == self._num_samples - 1)
+        if lost_P.any() and (self._num_samples - newest_P[~missing_P] > _PHASE).any():
+            handed_over_P[lost_P] = self._num_samples
+            self._missing.begin_anew(names)  # how often gradients were missing before says nothing about this phase
         newest_P[~missing_P] = self._num_samples
         return handed_over_P > newest_P
 

@@ -119,6 +119,8 @@ class FastParameters(PerKindRule):
             return
         if np.maximum.reduce(self._recent[-1]) > _NOTICED:
             yield from self._growing(snapshot, sample, update.num_steps)
+        if np.count_nonzero(sample.rows[:, Column.PARAM_NUM_NONFINITE] > 0):
+            return  # the norm that is left is that of the elements which are finite
         left, shrinking = self._left(snapshot, sample.place), np.zeros(0, dtype=np.intp)
         if np.minimum.reduce(self._recent[-1]) < math.log1p(-_SHRINKS):
             last = np.array(list(self._recent)[-_SHRINK_SAMPLES:])[:, :-1]
