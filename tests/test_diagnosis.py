@@ -465,3 +465,14 @@ def test_of_two_causes_of_which_one_is_unknown_the_text_says_once_that_it_is_not
         words, _ = _in_words([either, other])
         assert words.count("not clear") == 1
         assert "parameters became NaN or Inf in a step that was not measured (seen)" in words
+
+
+def test_an_embedding_without_any_gradient_may_be_given_padding_alone():
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "net": nn.Linear(4, 4), "head": nn.Linear(4, 1)})
+    grads = {name: np.ones(p.numel()) * (not name.startswith("words")) for name, p in model.named_parameters()}
+    samples = together([sample_of(grads, step=step) for step in range(1, 12)])
+    (found,) = diagnose(samples, modules=module_kinds(model))
+    assert found.in_words.endswith(
+        "or an embedding that is given padding alone; the indices of a batch tell them apart"
+    )
+    assert found.remedy.startswith("look at the indices of a batch")

@@ -175,7 +175,10 @@ class Watcher:
 
     @alone
     def diagnose(self) -> list[Diagnosis]:
-        """Return the probable causes of problems in the last samples, most probable first; [] if there are none."""
+        """Return the probable causes of alerts that the last samples show, most probable first; [] if there are none.
+
+        An alert about the training loop itself, such as gradients that are not reset, has its cause in its own text.
+        """
         self._collect()
         return self._rule_runner.diagnose()
 

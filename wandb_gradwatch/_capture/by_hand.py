@@ -99,8 +99,8 @@ class UpdatesByHand:
             self._notices.say(
                 "no optimizer",
                 "no optimizer step was seen that updates a watched parameter, so every backward after which the "
-                "gradients were reset counts as a step; pass optimizer= if there is one, or call watcher.mark_step() "
-                "after each update",
+                "gradients were reset counts as a step; if a torch.optim.Optimizer updates copies of the parameters, "
+                "pass optimizer=, otherwise call watcher.mark_step() after each update",
             )
         self.proven |= self.possible
 

@@ -24,7 +24,7 @@ _TURNED, _FAR = 16, 6.0  # samples within which a loss falls below 0, and by how
 _FEWEST, _LAST, _FASTER = 8, 4, 5.0
 _BLOCK, _RISES, _FAR_ABOVE = 8, 8, 5.0  # losses per group, groups that rise in a row, and by which factor in all
 _PHASE: Final = 32  # samples of other parameters after which another phase may have another loss
-_LEAST: Final = 1e-4  # share of the largest first loss below which nothing is a spike: the training has converged
+_LEAST: Final = 1e-2  # share of the largest first loss below which nothing is a spike: the training has converged
 _PRECISION: Final = 1e-3  # smallest deviation, as a share of the median: equal losses have no scatter to compare with
 UNBOUNDED: Final = (
     "the wrong sign of the loss, or a loss without a lower bound",
@@ -63,7 +63,8 @@ class LossSpike(ShippedRule):
 
     Far: above the largest of the last 32 losses by `deviations` robust standard deviations (1.4826 times the median
     distance from the median), and by at least their range. The alert is INFO while the loss falls again, because the
-    training copes with the change. A loss has no scale of its own and may be negative, so it is compared only with
+    training copes with the change. A loss of less than a hundredth of the first ones is none: the training has
+    converged. A loss has no scale of its own and may be negative, so it is compared only with
     itself, and only in samples of the same parameters, without a long break: another phase or another model may have
     another loss. A single hard batch is no spike. "Non-finite loss" reports NaN and Inf.
 

@@ -31,6 +31,7 @@ _OTHER_INPUTS: Final = "one bad batch, in what these layers alone get; the loss 
 _SATURATING: Final = ("Sigmoid", "Tanh", "Hardsigmoid", "Softsign", "LogSigmoid")
 _OTHERS: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU", "Softplus")
 _FP16_STEP: Final = 2.0**-24  # the smallest float16 above 0, and the spacing of float16 below 2^-13
+_PADDING: Final = "an embedding that is given padding alone; the indices of a batch tell them apart"
 _SATURATED: Final = "a softmax or a gate after them that is saturated; their outputs tell them apart"
 _CUT_OFF: Final = (
     "an operation that no gradient passes, such as round(), sign(), argmax() or detach(), since the layer after them "
@@ -265,6 +266,8 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
     rival = "" if is_fed is False or evidence.layers.is_before_relu(names[last]) else _SATURATED
     if is_fed:
         rival, remedy = _CUT_OFF, f"{remedy}; use a straight-through estimator for operations without a derivative"
+    if all(evidence.layers.kinds.get(names[index], "").startswith("Embedding") for index in dead):
+        rival, remedy = _PADDING, f"look at the indices of a batch; {remedy}"
     # A mask, a bias or other data switch many units off in one step; training switches them off one by one.
     one_by_one = False if rival else evidence.layers.died_one_by_one(last)
     if one_by_one:
