@@ -64,13 +64,14 @@ class LossSpike(ShippedRule):
     Far: above the largest of the last 32 losses by `deviations` robust standard deviations (1.4826 times the median
     distance from the median), and by at least their range. The alert is INFO while the loss falls again, because the
     training copes with the change. A loss of less than a hundredth of the first ones is none: the training has
-    converged. A loss has no scale of its own and may be negative, so it is compared only with
-    itself, and only in samples of the same parameters, without a long break: another phase or another model may have
-    another loss. A single hard batch is no spike. "Non-finite loss" reports NaN and Inf.
+    converged. A loss has no scale of its own and may be negative, so it is compared only with itself, and only in
+    samples of the same parameters, without a long break: another phase or another model may have another loss. A single
+    hard batch is no spike. "Non-finite loss" reports NaN and Inf.
 
-    It also raises "Loss below 0" if the loss was above 0 for at least 32 samples, and falls below 0 far faster than it
-    has approached 0; after 8 to 31 samples if it falls as far below 0 as it was above, five times as fast. And "Loss
-    spike" if the loss has risen in eight groups of eight samples in a row, to five times the largest of its first 16.
+    It also raises "Loss below 0" if the loss was never below 0, and above 0 for at least 32 samples, and falls far
+    faster than it has approached 0; after 8 to 31 samples if it falls as far below 0 as it was above, five times as
+    fast. And "Loss spike" if the loss has risen in eight groups of eight samples in a row, to five times the largest of
+    its first 16.
 
     Args:
         deviations: limit above the largest recent loss, in robust standard deviations.
