@@ -422,4 +422,4 @@ def test_a_step_that_is_skipped_between_two_samples_is_told_of(caplog):
     watcher.remove()
     first, total = [each for each in caplog.messages if "the guard skipped step" in each]
     assert re.search(r"^wandb_gradwatch: the guard skipped step 35, whose gradients have a norm of \d", first)
-    assert total.startswith("wandb_gradwatch: 2 times in all: the guard skipped step 35,")
+    assert total.startswith("wandb_gradwatch: 2 times in all measured steps: the guard skipped step 35,")

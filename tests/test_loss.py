@@ -251,7 +251,7 @@ def test_a_loss_far_above_the_last_ones_is_a_spike_of_its_own_step() -> None:
     # The median is near -1.5, the scatter below 0.6 and the maximum below 0: 10 deviations above that is below 6.
     [alert] = rule.check(of_losses([6.0, 7.0] * 4))
     assert (alert.title, alert.step, alert.level) == ("Loss spike", 1, "WARN")
-    assert "has risen to 7 and stays there; the 60 losses before were between" in alert.text
+    assert "has risen to 7 and stays there; the 32 losses before were between" in alert.text
     assert list(rule.check(of_losses(usual[-3:]))) == []
     again = LossSpike()
     list(again.check(of_losses(usual)))
