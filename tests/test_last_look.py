@@ -102,6 +102,20 @@ def test_what_is_removed_from_a_model_is_freed_at_once() -> None:
     assert not [one for one in rest if one() is not None]
 
 
+def test_one_of_several_models_is_freed_at_once_and_the_last_is_looked_at() -> None:
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    _, sink = watch(models, sample_every=1000)
+    first, last = ([weakref.ref(one) for one in model.parameters()] for model in models)
+    del models[0]
+    assert not [one for one in first if one() is not None]
+    models[0](torch.full((1, 2), math.nan)).sum().backward()
+    SGD(models[0].parameters(), lr=0.1).step()
+    del models[0]
+    gc.collect()
+    assert [alert.title for alert in sink.alerts] == ["NaN gradient"]
+    assert not [one for one in last if one() is not None]
+
+
 def test_a_training_without_any_gradient_is_told_of_when_its_model_ends(caplog) -> None:
     def main() -> None:
         model = Chosen(a=2)

@@ -310,7 +310,7 @@ class Watcher:
                 self._remove(merge=False)
             finally:
                 self._boundary.lock.release()
-        if not self._registry.models():
+        if not self._registry.models():  # even if nothing could be done
             self._registry.let_go()
 
     def _failed(self, error: Exception) -> None:

@@ -143,10 +143,12 @@ class ParameterRegistry:
         is_lost = len(self.models()) < len(self._models)
         if is_lost or any(place < 0 for _, place in self._places):  # another thread has replaced one meanwhile
             self._identities = [], []
-        self._tables = tables = {id(module): module._parameters for module in walked}
-        roots = set(map(id, self.models()))  # whoever looks at them a last time is called by a callback, too, but later
+        self._tables = {id(module): module._parameters for module in walked}
+        # The last model is looked at while it is freed, by a callback that may come after these: its table must stay.
+        roots, models = set(map(id, self.models())), [reference for _, reference in self._models]
         self._walked = [
-            weakref.ref(one, None if id(one) in roots else partial(_drop, tables, id(one))) for one in walked
+            weakref.ref(one, partial(_drop, self._tables, id(one), models if id(one) in roots else None))
+            for one in walked
         ]
         return list(found.items())
 
@@ -214,8 +216,10 @@ def _nothing_registered(modules: Sequence[nn.Module]) -> str:
     )
 
 
-def _drop(tables: _Tables, number: int, _: object) -> None:
-    tables.pop(number, None)
+def _drop(tables: _Tables, number: int, unless: Sequence[weakref.ref[nn.Module]] | None, _: object) -> None:
+    """Drop the table of a module that is being freed, `unless` none of these models is left."""
+    if unless is None or any(reference() is not None for reference in unless):
+        tables.pop(number, None)
 
 
 def _contents(modules: Sequence[nn.Module]) -> tuple[list[Any], tuple[list[int], list[str]]]:
