@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import pickle
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -21,11 +24,16 @@ from wandb_gradwatch.sinks._webhook import WebhookSink
 
 URL = "https://hooks.example.com/services/T000/B000/the-secret"
 ALERT = Alert("NaN gradient", "layer b holds 1 NaN", step=7, level="ERROR")
+NOT_CONFIRMED = "wandb_gradwatch: the webhook has not confirmed alert 'NaN gradient' of step 7:"
+
+
+def lost(number: int, *, of: int) -> str:
+    return f"wandb_gradwatch: the webhook has confirmed {of - number} of {of} alerts; the other {number} may be lost."
 
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[responses.RequestsMock]:
-    monkeypatch.setattr(_webhook, "_PAUSE", 0.0)
+    monkeypatch.setattr(_webhook, "_PAUSES", (0.0,) * 4)
     with responses.RequestsMock(assert_all_requests_are_fired=False) as mock:
         yield mock
 
@@ -58,7 +66,7 @@ def test_trouble_is_met_with_another_attempt(hook: responses.RequestsMock) -> No
 
 
 def test_a_connection_that_breaks_is_met_with_another_attempt(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
-    monkeypatch.setattr(_webhook, "_PAUSE", 0.0)
+    monkeypatch.setattr(_webhook, "_PAUSES", (0.0,) * 4)
     with socket.create_server(("127.0.0.1", 0)) as server:
         sink = WebhookSink(f"http://127.0.0.1:{server.getsockname()[1]}/hook")
         sink.alert(ALERT)
@@ -77,7 +85,7 @@ def test_a_refusal_is_not_repeated_and_said(hook: responses.RequestsMock, said: 
     sink.alert(ALERT)
     sink.close()
     assert len(hook.calls) == 1
-    assert said() == ["wandb_gradwatch: the webhook did not accept alert 'NaN gradient' of step 7: HTTP 404."]
+    assert said() == [f"{NOT_CONFIRMED} HTTP 404.", lost(1, of=1)]
 
 
 def test_attempts_are_bounded(hook: responses.RequestsMock, said: Any) -> None:
@@ -94,7 +102,7 @@ def test_attempts_are_bounded(hook: responses.RequestsMock, said: Any) -> None:
         assert refused.acquire(timeout=30)
     sink.close()
     assert len(hook.calls) == 5
-    assert said() == ["wandb_gradwatch: the webhook did not accept alert 'NaN gradient' of step 7: HTTP 503."]
+    assert said() == [f"{NOT_CONFIRMED} HTTP 503.", lost(1, of=1)]
 
 
 class _Blocked:
@@ -124,7 +132,7 @@ def test_training_never_waits_and_the_queue_is_bounded(
     blocked.answer.set()
     sink.close()
     assert len(hook.calls) == 3
-    assert said() == ["wandb_gradwatch: the webhook is too slow: 2 alerts wait; new ones are dropped."]
+    assert said() == [f"{NOT_CONFIRMED} 2 others wait for the server.", lost(8, of=11)]
 
 
 def test_closing_takes_a_bounded_time(hook: responses.RequestsMock, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +140,9 @@ def test_closing_takes_a_bounded_time(hook: responses.RequestsMock, said: Any, m
     sink = WebhookSink(URL)
     sink.alert(ALERT)
     assert blocked.asked.wait(30)
-    monkeypatch.setattr(_webhook, "_TIMEOUT", 0.01)
+    monkeypatch.setattr(_webhook, "_CLOSING", 0.01)
     sink.close()
-    assert said() == ["wandb_gradwatch: the webhook did not answer in 0.01 s: alerts may be missing."]
+    assert said() == [lost(1, of=1)]
     blocked.answer.set()
     sink.close()  # closing twice does nothing
     sink.alert(ALERT)  # an alert after close() does nothing
@@ -147,24 +155,137 @@ def test_the_url_is_in_no_log_and_no_repr(hook: responses.RequestsMock, caplog: 
         sink.alert(ALERT)
         sink.close()
     assert repr(sink) == "WebhookSink(url=<secret>)"
-    assert "did not accept alert" in caplog.text
+    assert "has not confirmed alert" in caplog.text
     assert "the-secret" not in caplog.text
     with pytest.raises(TypeError, match="holds a secret and a thread; it cannot be pickled or copied"):
         pickle.dumps(sink)
 
 
-def test_the_url_is_not_in_urllib3s_debug_log(loopback: Any, caplog: pytest.LogCaptureFixture) -> None:
-    # A real request, as urllib3 writes "POST /services/..." at DEBUG; the server answers 404.
-    secret = f"{loopback.url}/services/the-secret"
-    with caplog.at_level(logging.DEBUG):
-        requests.post(secret, json={})
-        assert "the-secret" in caplog.text  # the control: the log would hold the secret
+class _Server:
+    """A webhook on the loopback interface that answers with one status after the other, and 200 after them."""
+
+    def __init__(self, *statuses: int, retry_after: str = "0") -> None:
+        self.keys: list[str | None] = []  # the idempotency key of each request
+        self.paths: list[str] = []
+        self.goes_on = threading.Event()  # a status of 0 is answered with 200, but only then
+        remaining = list(statuses)
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                server.keys.append(self.headers["Idempotency-Key"])
+                server.paths.append(self.path)
+                status = remaining.pop(0) if remaining else 200
+                assert status or server.goes_on.wait(30)
+                with suppress(OSError):  # the client may have gone
+                    self.send_response(status or 200)
+                    self.send_header("Content-Length", "0")
+                    self.send_header("Retry-After", retry_after)
+                    self.send_header("Location", "/elsewhere")
+                    self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/services/the-secret"
+
+    def __enter__(self) -> _Server:
+        threading.Thread(target=self._server.serve_forever, args=[0.01], daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.goes_on.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.mark.parametrize("status", [200, 307, 404, 429, 503])
+def test_no_library_logs_or_prints_the_url(
+    status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A real request: urllib3 logs "POST /services/..." and each retry at DEBUG, and http.client prints requests.
+    monkeypatch.setattr(_webhook, "_PAUSES", (0.0,) * 4)
+    monkeypatch.setattr(http.client.HTTPConnection, "debuglevel", 1)
+    monkeypatch.setattr(logging, "logThreads", False)  # records without a thread
+    with _Server(status, status) as server, caplog.at_level(logging.DEBUG):
+        requests.post(server.url, json={}, allow_redirects=False)
+        assert "the-secret" in caplog.text and "the-secret" in capfd.readouterr().out  # the control
         caplog.clear()
-        sink = WebhookSink(secret)
+        sink = WebhookSink(server.url)
         sink.alert(ALERT)
         sink.close()
-    assert "HTTP 404" in caplog.text
+    assert set(server.paths) == {"/services/the-secret"}, "the alert must not follow a redirection"
+    assert len(server.paths) == (3 if status in (429, 503) else 2)
+    assert "the-secret" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_a_server_that_cannot_be_reached_reveals_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_webhook, "_PAUSES", (0.0,) * 4)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # nobody listens after the block
+    with caplog.at_level(logging.DEBUG):
+        sink = WebhookSink(f"http://127.0.0.1:{port}/the-secret")
+        sink.alert(ALERT)
+        sink.close()
+    assert f"{NOT_CONFIRMED} ConnectionError." in caplog.text
     assert "the-secret" not in caplog.text
+
+
+def test_an_alert_that_may_have_arrived_is_not_sent_again(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_webhook, "_TIMEOUT", 0.5)
+    with _Server(0) as server:  # the server accepts the first alert, but answers late
+        sink = WebhookSink(server.url)
+        sink.alert(ALERT)
+        sink.alert(ALERT)
+        sink.close()
+    assert len(server.keys) == len(set(server.keys)) == 2  # two alerts, two requests, each with a key of its own
+    assert said() == [f"{NOT_CONFIRMED} no answer in 0.5 s.", lost(1, of=2)]
+
+
+def test_attempts_to_send_one_alert_have_the_same_idempotency_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_webhook, "_PAUSES", (0.0,) * 4)
+    with _Server(500, 502) as server:
+        sink = WebhookSink(server.url)
+        sink.alert(ALERT)
+        sink.close()
+    assert len(server.keys) == 3
+    assert len(set(server.keys)) == 1 and server.keys[0]
+
+
+@pytest.mark.parametrize("wish", ["3600", "Fri, 31 Dec 2100 23:59:59 GMT", "soon", "-5", "inf"])
+def test_the_server_cannot_ask_for_more_than_a_minute(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = []
+
+    def wait(self: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread().name == "wandb-gradwatch-webhook":
+            pauses.append(timeout)
+            return False
+        return real_wait(self, timeout)
+
+    real_wait = threading.Event.wait
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    with _Server(429, 429, 503, 429, 429, retry_after=wish) as server:
+        sink = WebhookSink(server.url)
+        sink.alert(ALERT)
+        sink.close()
+    assert len(server.keys) == 5
+    assert len(pauses) == 4 and sum(pauses) <= 60
+
+
+def test_closing_cuts_a_pause_short(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_webhook, "_PAUSES", (0.01, 1000.0))
+    monkeypatch.setattr(_webhook, "_MAX_PAUSE", 1000.0)
+    with _Server(503, 503) as server:
+        sink = WebhookSink(server.url)
+        for _ in range(3):
+            sink.alert(ALERT)
+        sink.close()
+    assert len(server.keys) == 5  # the first alert three times
+    assert said() == []
 
 
 def test_an_error_that_is_not_requests_own_ends_nothing_and_shows_nothing(
@@ -177,7 +298,7 @@ def test_an_error_that_is_not_requests_own_ends_nothing_and_shows_nothing(
     sink.alert(ALERT)
     sink.alert(ALERT)
     sink.close()
-    assert "did not accept alert 'NaN gradient' of step 7: ValueError" in caplog.text
+    assert f"{NOT_CONFIRMED} ValueError" in caplog.text
     assert len(hook.calls) == 2
     assert "the-secret" not in caplog.text + "".join(capfd.readouterr())
 
