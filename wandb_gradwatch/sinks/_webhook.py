@@ -171,7 +171,7 @@ def _adapter() -> Any:
 
     class SilentAdapter(HTTPAdapter):
         def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
-            pool = super().get_connection_with_tls_context(*args, **kwargs)
+            pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
             if pool.ConnectionCls.debuglevel:
                 pool.ConnectionCls = type("SilentConnection", (pool.ConnectionCls,), {"debuglevel": 0})
             return pool
