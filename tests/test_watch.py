@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
 import math
@@ -406,6 +407,54 @@ def test_two_models_with_equal_names_in_one_run_stay_apart(start_run):
     values = {key: value for row in history(run) for key, value in row.items()}
     assert (values["gradwatch/grad_norm"], values["gradwatch/model1/grad_norm"]) == (3, 4)
     assert (values["grad_norm/a"], values["grad_norm/model1/a"]) == (3, 4)
+
+
+@pytest.fixture
+def no_collector():
+    """Only the code under test frees reference cycles, and looks only at objects that the test makes."""
+    gc.disable()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "best", "previous", "all"])
+@pytest.mark.parametrize("in_cycle", [False, True])
+@pytest.mark.parametrize("collects", [False, True])
+def test_the_names_of_folds_do_not_depend_on_the_garbage_collector(start_run, no_collector, keeps, in_cycle, collects):
+    """Five folds in one run: one name if no model outlives its fold, otherwise five."""
+    run = start_run(mode="disabled")
+    kept, seen = [], []
+    for fold in range(5):
+        model = Chosen(a=1)
+        if in_cycle:  # as a LightningModule and its trainer
+            model.trainer = [model]
+        if collects and fold % 2:
+            gc.collect()
+        watcher = wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=1, rules=[])
+        seen.append((*watcher.namespaces_in(run), *watcher.parameter_names))
+        step(model, SGD(model.parameters(), lr=0.0), a=[3])
+        if keeps == "all":
+            kept.append(model)
+        elif keeps == "previous" or (keeps == "best" and fold in (0, 2)):
+            kept = [model]
+    wandb_gradwatch.unwatch()
+    own = [("", "a"), *((f"model{fold}", f"model{fold}.a") for fold in range(1, 5))]
+    assert seen == ([("", "a")] * 5 if keeps == "nothing" else own)
+
+
+def test_a_model_that_is_watched_anew_keeps_its_name(start_run, no_collector):
+    run = start_run(mode="disabled")
+    models = [Chosen(a=1), Chosen(a=1)]
+    for model in [*models, *models, *reversed(models)]:
+        watcher = wandb_gradwatch.watch(model, run=run)
+        assert watcher.namespaces_in(run) == ({""} if model is models[0] else {"model1"})
+    wandb_gradwatch.unwatch()
+    for model in reversed(models):  # all are gone: the numbers begin again
+        watcher = wandb_gradwatch.watch(model, run=run)
+        assert watcher.namespaces_in(run) == ({""} if model is models[1] else {"model1"})
+    wandb_gradwatch.unwatch()
 
 
 def test_default_rules_handed_over_know_what_is_frozen_too():

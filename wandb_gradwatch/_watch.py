@@ -1,6 +1,7 @@
 """watch(model): check the arguments and build the pipeline from the gradients to W&B."""
 
 import functools
+import gc
 import inspect
 import itertools
 import logging
@@ -8,7 +9,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from numbers import Integral
 from typing import Any, Final, Literal, ParamSpec, TypeVar
@@ -40,6 +41,9 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 
 # Watchers that watch() does not replace, although they watch the same model: other callbacks of one trainer made them.
 COMPANIONS: Final[ContextVar[tuple[Watcher, ...]]] = ContextVar("gradwatch_companions", default=())
+
+# By run: the numbers of further models, which are not used again as long as any model is watched in the run.
+_NUMBERS: Final[dict[str | None, Iterator[int]]] = {}
 
 _SINKS: Final = "sinks, derived from wandb_gradwatch.Sink"
 _WARMING_UP: Final = "gradwatch-warm-up"
@@ -196,15 +200,17 @@ def watch(
     used_run = _run_of(run, sinks)
     _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)
 
+    replaced: set[str] = set()  # namespaces
     for watcher in list(WATCHERS):
         if watcher not in COMPANIONS.get() and any(map(watcher.watches, registry.models())):
             logger.warning("wandb_gradwatch: the model was already watched; the new watch() replaces the earlier one.")
+            replaced |= watcher.namespaces_in(used_run)
             watcher.remove()
     if used_run is not None:
-        namespace = _namespace(used_run, registry)
+        namespace = _namespace(used_run, registry, replaced)
         chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace, details=details))
     elif sinks is None and world_size() > 1:
-        chosen.append(_RunOfRank0(_namespace(None, registry)))
+        chosen.append(_RunOfRank0(_namespace(None, registry, replaced)))
     return Watcher(
         registry,
         Config(
@@ -341,14 +347,33 @@ class _RunOfRank0(Sink):
         return self._namespace if run is None else None
 
 
-def _namespace(run: Any, registry: ParameterRegistry) -> str:
-    """Return the key prefix of a further model in this run: "model1", ... Parameters get it too if names clash."""
-    others = [(watcher, taken) for watcher in WATCHERS if (taken := watcher.namespaces_in(run))]
+def _namespace(run: Any, registry: ParameterRegistry, replaced: set[str]) -> str:
+    """Return the key prefix of a further model in this run: "model1", ... Parameters get it too if names clash.
+
+    The prefixes of consecutive trainings, such as the folds of a cross-validation, must not depend on when Python frees
+    their models. Therefore models that nobody can reach are freed here, and a number is used again only for a model
+    that is watched anew, or after all models of the run are gone.
+
+    Args:
+        run: the W&B run, or None on a rank that logs nothing.
+        registry: the parameters of the model.
+        replaced: the prefixes of watchers of the same model, which this one replaces.
+
+    Cost: one garbage collection, if another model is watched in the run.
+    """
+    if any(watcher.namespaces_in(run) for watcher in WATCHERS):
+        gc.collect()
+    run_id = None if run is None else run.id
+    others = [(watcher, namespace) for watcher in WATCHERS for namespace in watcher.namespaces_in(run)]
     if not others:
+        _NUMBERS.pop(run_id, None)
         return ""
     names = {name for watcher, _ in others for name in watcher.parameter_names}
-    taken = {name.partition(".")[0] for name in (*names, *registry.names)}.union(*(taken for _, taken in others))
-    namespace = next(f"model{number}" for number in itertools.count(1) if f"model{number}" not in taken)
-    if names & set(registry.names):
+    bare = {name.removeprefix(f"{own}.") for watcher, own in others for name in watcher.parameter_names}
+    taken = {name.partition(".")[0] for name in (*bare, *registry.names)}.union(own for _, own in others)
+    unused = map("model{}".format, _NUMBERS.setdefault(run_id, itertools.count(1)))
+    candidates = (each for each in itertools.chain(sorted(replaced), unused) if each not in taken)
+    namespace = next(each for each in candidates if each or names.isdisjoint(registry.names))
+    if namespace and not bare.isdisjoint(registry.names):
         registry.put_below(namespace)
     return namespace
