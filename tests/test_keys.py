@@ -51,8 +51,10 @@ def test_every_key_of_the_whole_model_is_explained() -> None:
 
 def test_the_summary_is_left_to_the_users_own_numbers() -> None:
     """W&B prints ten keys of it, in the order of the alphabet: the step and these come before the user's "loss"."""
-    told = keys.definitions(["activation/0/std", "train/grad_norm"], namespace="model1")
-    assert told["activation/0/std*"] is False
-    assert told["train/grad_norm"] is True  # a framework's own name, which the user knows
-    kept = {key for key, is_in_summary in told.items() if is_in_summary and key.startswith(keys.PREFIX)}
-    assert kept == {keys.FLIGHT_RECORDER, "gradwatch/model1/grad_norm", "gradwatch/model1/grad_norm_max"}  # one table
+    of_model = {keys.in_namespace(key, space) for key in keys.MODEL_KEYS for space in ("", "model1")}
+    of_layers = {f"{family}/0/weight" for family in (*keys.LAYER_SCALARS, *keys.HISTOGRAM_FAMILIES)}
+    kept = set(filter(keys.is_in_summary, {*of_model, *of_layers, keys.STEP, keys.FLIGHT_RECORDER, keys.CHANGED_RATIO}))
+    norms = {f"gradwatch/{space}grad_norm{end}" for space in ("", "model1/") for end in ("", "_max")}
+    assert kept == {keys.STEP, keys.FLIGHT_RECORDER} | norms  # one table
+    assert not keys.is_in_summary("activation/0/std")
+    assert keys.is_in_summary("train/grad_norm")  # a framework's own name, which the user knows

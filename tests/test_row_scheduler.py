@@ -345,9 +345,55 @@ def test_our_failure_is_said_once_and_leaves_the_user_alone(caplog: pytest.LogCa
         run.finish()
     assert run.core.rows == [(step, {"loss": step}) for step in range(5)]
     assert [record.message for record in caplog.records] == [
-        "wandb_gradwatch: a row could not be logged to W&B: no more are, and training goes on"
+        "wandb_gradwatch: a part of a row could not be logged to W&B and is left out; other rows and the training go on"
     ]
-    assert row_scheduler.ended
+
+
+class Table:
+    """A value that is written to a file when it is logged."""
+
+
+class RowWithTable(OwnRow):
+    def parts(self) -> list[dict[str, Any]]:
+        return [part | {"table": Table()} for part in super().parts()]
+
+
+class FullDisk(ModelRunWithLog):
+    def _log(self, data: Any, step: Any = None, commit: Any = None) -> None:
+        if any(isinstance(value, Table) for value in data.values()):
+            raise OSError("No space left on device")
+        super()._log(data, step, commit)
+
+
+@pytest.mark.parametrize(
+    ("from_event_files", "commit", "row_with_table"),
+    [(False, commit, row) for commit in (False, True) for row in (0, 2, 4)] + [(True, True, 2), (True, False, 0)],
+)
+@pytest.mark.parametrize("users_log", [{"loss": 1.0}, {"loss": [1.0]}, None], ids=["joined", "apart", "never"])
+def test_a_table_that_cannot_be_written_is_left_out_and_no_row_is(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    from_event_files: bool,
+    commit: bool,
+    users_log: Any,
+    row_with_table: int,
+) -> None:
+    monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler._syncs_tensorboard", lambda: from_event_files)
+    run = FullDisk()
+    row_scheduler = RowScheduler(run)
+    for number in range(5):
+        row = RowWithTable if number == row_with_table else OwnRow
+        row_scheduler.put("watcher", row([number]), commit=commit)
+        if users_log is not None:
+            run.log(users_log)
+    run.finish()
+    user, own = split_rows(run.core.rows)
+    assert own == list(range(5))
+    assert [data for _, data in user] == [users_log] * (0 if users_log is None else 5)
+    left_out = [record.message for record in caplog.records if "left out" in record.message]
+    assert left_out == [
+        "wandb_gradwatch: a part of a row could not be logged to W&B and is left out; other rows and the training go on"
+    ]
 
 
 def test_what_placing_takes_in_the_users_calls_is_told_once_and_without_their_own_time(

@@ -11,6 +11,7 @@ import gradients
 import numpy as np
 import pytest
 import torch
+import wandb
 from fake_run import fake_snapshots
 from offline import history, records
 from windows import window
@@ -19,7 +20,6 @@ import wandb_gradwatch
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink
 from wandb_gradwatch.sinks._history_row import MAX_ROW_BYTES
-from wandb_gradwatch.sinks._row_scheduler import RowScheduler
 from wandb_gradwatch.sinks._wandb_run import MAX_SERIES, WandbSink, coarse_grouping
 
 NAN = float("nan")
@@ -61,24 +61,92 @@ def test_no_key_is_ever_nan(start_run: Any, loopback: Any) -> None:
     assert not [key for key in row if "frozen" in key]
 
 
-def test_every_family_has_the_step_as_its_x_axis_and_the_summary_has_two_numbers_of_ours(
-    start_run: Any, loopback: Any
+@pytest.mark.parametrize("framework", ["none", "before", "after"])
+def test_every_key_has_the_step_as_its_x_axis_and_the_summary_has_two_numbers_of_ours(
+    start_run: Any, loopback: Any, framework: str
 ) -> None:
+    """W&B chooses at random between two patterns: with a framework's `*`, half of all keys would have other options."""
     run = start_run(server=loopback)
-    WandbSink(run).write(window({"a": [1.0]}, histogram=True, metrics={"head/rank": np.array([2.0])}))
-    run.log({"grad_norm/of_the_user": 1.0})
+
+    def define(when: str) -> None:
+        if framework == when:  # as the Trainer of transformers does
+            run.define_metric("train/global_step")
+            run.define_metric("*", step_metric="train/global_step", step_sync=True)
+
+    define("before")
+    sink = WandbSink(run)
+    define("after")
+    metrics = {"head/rank": np.array([2.0]), "activation/0/std": np.array([1.0])}
+    names = {f"blocks.{number}.weight": [1.0, 2.0] for number in range(20)}
+    for number in range(2):
+        sink.write(window(names, histogram=True, metrics=metrics, first_step=number))
+        run.log({"grad_norm/of_the_user": 1.0, "train/global_step": number})
     run.finish()
     recorded = loopback.runs[run.id]
-    names = [metric.get("1") or metric.get("2") for metric in recorded.metrics]
-    step = names.index("gradwatch/step") + 1
+    names_in_order = [metric.get("1") or metric.get("2") for metric in recorded.metrics]
+    definitions = dict(zip(names_in_order, recorded.metrics, strict=True))
+    of_framework = set() if framework == "none" else {"*", "train/global_step"}
+    assert len(definitions) == len(names_in_order)
+    assert {name for name in definitions if "*" in name} <= of_framework
+    ours = {key for row in recorded.history for key in row if not key.startswith("_")}
+    ours -= {"grad_norm/of_the_user", "train/global_step"}
+    assert {"gradients/blocks/19/weight", "grad_norm/blocks/19/weight", "head/rank", "activation/0/std"} <= ours
+    step = names_in_order.index("gradwatch/step") + 1
     # `5` is the position of the step metric, `7` = [6] the option that keeps a metric out of the summary.
-    for family in ("gradwatch", "grad_norm", "grad_norm_max", "grad_param_ratio", "dead_ratio", "num_nonfinite"):
-        assert recorded.metrics[names.index(f"{family}/*")]["5"] == step
-    assert recorded.metrics[names.index("head/rank")]["5"] == step
-    assert recorded.metrics[names.index("gradients/*")] == {"2": "gradients/*", "5": step, "6": [], "7": [6]}
+    assert {definitions[key]["5"] for key in ours - {"gradwatch/step"}} == {step}
     # At the end of a run W&B prints the first ten keys in alphabetical order: the user's own keys are among them.
-    ours = {key for key in recorded.summary if not key.startswith("_")} - {"grad_norm/of_the_user", "head/rank"}
-    assert ours == {"gradwatch/step", "gradwatch/grad_norm", "gradwatch/grad_norm_max"}
+    kept = {"gradwatch/step", "gradwatch/grad_norm", "gradwatch/grad_norm_max", "head/rank"}
+    in_summary = {key for key in recorded.summary if not key.startswith("_")}
+    assert in_summary == kept | {"grad_norm/of_the_user", "train/global_step"}
+
+
+def test_a_key_is_defined_once_although_sinks_and_rows_share_it(
+    start_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(mode="offline")
+    defined: list[str] = []
+    define_metric = run.define_metric
+
+    def noting(name: str, **options: Any) -> Any:
+        defined.append(name)
+        return define_metric(name, **options)
+
+    monkeypatch.setattr(run, "define_metric", noting)
+    for number in range(3):
+        for sink in (WandbSink(run), WandbSink(run, namespace="model1")):
+            sink.write(window({"a": [1.0]}, first_step=number, histogram=True))
+            run.log({"loss": number})
+    run.finish()
+    assert len(defined) == len(set(defined))
+    logged = {key for row in history(run) for key in row if not key.startswith("_")} - {"loss"}
+    assert {key.partition(".")[0] for key in logged} == {name.partition(".")[0] for name in defined}
+
+
+def test_layers_beyond_the_number_that_wandb_defines_quickly_have_a_pattern(
+    start_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wandb_gradwatch.sinks._definitions.MAX_DEFINITIONS", 40)
+    run = start_run(mode="offline")
+    defined: list[str] = []
+    monkeypatch.setattr(run, "define_metric", lambda name, **_: defined.append(name))
+    sink = WandbSink(run)
+    sink.write(window({f"layers.{number}": [1.0] for number in range(30)}))
+    run.log({"loss": 0})
+    run.finish()
+    assert len(defined) < 60
+    assert any(name.endswith("/*") for name in defined)
+    assert "gradwatch/*" not in defined
+    assert "gradwatch/grad_norm" in defined
+
+
+def test_a_name_that_wandb_refuses_to_define_is_logged_all_the_same(offline_run: Any, said: Any) -> None:
+    sink = WandbSink(offline_run)
+    sink.write(window({"a*b": [3.0]}))
+    offline_run.log({"loss": 0})
+    offline_run.finish()
+    (row,) = history(offline_run)
+    assert (row["grad_norm/a*b"], row["loss"]) == (3.0, 0)
+    assert said() == []
 
 
 def test_a_users_row_with_a_name_of_our_families_gets_no_step_of_ours(offline_run: Any) -> None:
@@ -220,7 +288,10 @@ def test_a_choice_of_the_user_stays(offline_run: Any, said: Any) -> None:
     assert said() == []
 
 
-def test_a_row_above_a_megabyte_is_spread_histograms_last(start_run: Any, loopback: Any) -> None:
+def test_a_row_above_a_megabyte_is_spread_histograms_last(
+    start_run: Any, loopback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wandb_gradwatch.sinks._definitions.MAX_DEFINITIONS", 0)  # W&B takes seconds for thousands
     run = start_run(server=loopback)
     sink = WandbSink(run, group_by="parameter")
     gradients = {f"layer.{index}": [0.1 * index, -0.3] for index in range(700)}
@@ -342,27 +413,44 @@ def test_watch_unwatch_watch(offline_run: Any) -> None:
     assert [row["_step"] for row in rows if "loss" in row] == [0]
 
 
-def test_after_a_row_that_could_not_be_logged_alerts_are_sent_and_the_run_is_not_called_ended(
-    start_run: Any, said: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = start_run()
-    sink = WandbSink(run)
-    sink.write(window({"a": [1.0]}, first_step=0))
-    sent = []
-
+def test_a_full_disk_costs_a_table_but_no_row(offline_run: Any, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
+    sink = WandbSink(offline_run)
     with monkeypatch.context() as patch:
-        patch.setattr(RowScheduler, "_place", full_disk)
-        run.log({"loss": 1.0})
-    monkeypatch.setattr(run, "alert", lambda **told: sent.append(told["title"]))
-    sink.write(window({"a": [1.0]}, first_step=1))
-    sink.alert(ALERT)
-    run.finish()
-    assert sent == [ALERT.title]
+        patch.setattr(wandb.Table, "bind_to_run", full_disk)
+        for step in range(4):
+            sink.write(window({"a": [1.0]}, first_step=step))
+            if step == 1:
+                sink.log_table(["step", "name"], [[step, "a"]])
+            offline_run.log({"loss": step})
+    sink.write(window({"a": [1.0]}, first_step=4))
+    offline_run.finish()
+    rows = history(offline_run)
+    assert [row["gradwatch/step"] for row in rows if "gradwatch/grad_norm" in row] == list(range(5))
+    assert [row["loss"] for row in rows if "loss" in row] == list(range(4))
     (message,) = said()
-    assert message.startswith("wandb_gradwatch: a row could not be logged to W&B: no more are")
+    assert "a part of a row could not be logged to W&B and is left out" in message
+
+
+@pytest.mark.parametrize("broken", ["alert", "config", "summary"])
+def test_what_wandb_refuses_beside_rows_ends_no_rows(
+    offline_run: Any, said: Any, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("not now")
+
+    target = offline_run if broken == "alert" else getattr(offline_run, broken)
+    monkeypatch.setattr(type(target), "alert" if broken == "alert" else "update", refuse)
+    sink = WandbSink(offline_run)
+    for step in range(6):
+        sink.write(window({"a": [1.0]}, first_step=step))
+        sink.alert(ALERT)
+    offline_run.finish()
+    assert [row["gradwatch/step"] for row in history(offline_run)] == list(range(6))
+    (message,) = said()
+    assert "could not be sent to W&B; rows and the training go on" in message
 
 
 def test_a_run_that_ends_while_watched_ends_the_logging_and_it_is_said_once(start_run: Any, said: Any) -> None:

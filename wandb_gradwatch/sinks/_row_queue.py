@@ -2,8 +2,11 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
+
+from .._interruptions import raise_interruption
 
 
 class Row(Protocol):
@@ -34,11 +37,14 @@ class _QueuedRow:
 class RowQueue:
     """The queued rows, and the remaining parts of the row that is being logged.
 
+    A row that cannot be converted is left out, and `left_out` receives the exception.
+
     The lock is not held during a log call, so `put` never waits for one. The lock is re-entrant because a signal
     handler can log or finish the run at any point in this code.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: Callable[[Exception], None]) -> None:
+        self._left_out = left_out
         self._waiting: deque[_QueuedRow] = deque()
         self._parts: deque[dict[str, Any]] = deque()
         self._lock = threading.RLock()
@@ -61,13 +67,25 @@ class RowQueue:
             if not rows:
                 return None
             for row in rows:
-                self._add_parts(row)
+                try:
+                    self._add_parts(row)
+                except Exception as error:
+                    raise_interruption(error)
+                    self._left_out(error)
         return self._parts[0]
 
     def remove(self, part: dict[str, Any]) -> None:
         """Remove the next part after it has been logged."""
         if self._parts and self._parts[0] is part:  # False if a signal handler also logged the part and ended the run
             self._parts.popleft()
+
+    def keep_plain_values(self, part: dict[str, Any]) -> None:
+        """Remove tables and histograms from the next part, which could not be logged; if it has none, the part."""
+        values = plain_values(part)
+        if self._parts and self._parts[0] is part:
+            self._parts.popleft()
+            if len(values) < len(part):
+                self._parts.appendleft(values)
 
     def has_several_of(self, owner: object) -> bool:
         return sum(queued.owner is owner for queued in self._waiting) + bool(self._parts) > 1
@@ -120,6 +138,11 @@ class RowQueue:
         if earlier in self._waiting and later in self._waiting:
             later.row, later.num_windows = merged, earlier.num_windows + later.num_windows
             self._waiting.remove(earlier)
+
+
+def plain_values(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part without tables and histograms."""
+    return {key: value for key, value in part.items() if isinstance(value, int | float | str)}
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -38,7 +38,8 @@ from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from .._interruptions import raise_interruption
-from ._row_queue import OpenRow, Row, RowQueue
+from ._definitions import MetricDefinitions
+from ._row_queue import OpenRow, Row, RowQueue, plain_values
 
 logger = logging.getLogger("wandb_gradwatch")
 
@@ -52,11 +53,11 @@ class RowScheduler:
 
     def __init__(self, run: Any) -> None:
         self.ended = False
-        self.failed = False  # a row could not be logged, and none will be from then on; the run itself goes on
-        self.defined: set[str] = set()  # keys, patterns and names of metrics that are defined in this run
         self.last_steps: dict[str, int] = {}  # by namespace: the step of the newest row, of any training in this run
         self.has_told_repeated = False  # that two trainings in this run have the same steps
         self._has_told_shared = False  # that the script logs a key of ours, too
+        self._has_told_left_out = False
+        self._has_told_merged = False
         self.num_user_calls = 0
         self._run = run
         self._pid = os.getpid()
@@ -64,7 +65,8 @@ class RowScheduler:
         self._from_event_files = _syncs_tensorboard() and not self._shared
         self._in_open_row: dict[object, Row] = {}  # our rows in the open row by owner; used with event files only
         self._may_be_later = False  # the row that contains them may have a later step than the mirror's
-        self.waiting = RowQueue()
+        self.waiting = RowQueue(self._left_out)
+        self._definitions = MetricDefinitions(run)
         self._open = OpenRow(run.starting_step)
         # Held from reading the open row's state to the end of the log call. Re-entrant, because a signal handler can
         # log or finish the run at any point in this code.
@@ -97,9 +99,16 @@ class RowScheduler:
         Rows of one owner keep their order and may be merged. With `commit`, the row is logged at once as a step of its
         own. That is for scripts that never log: it shifts the steps of scripts that do.
         """
-        if self._from_event_files and not commit:
-            self._put_into_open_row(owner, row)
-            return
+        try:
+            if self._from_event_files and not commit:
+                self._put_into_open_row(owner, row)
+            else:
+                self._put_into_queue(owner, row, commit)
+        except Exception as error:
+            raise_interruption(error)
+            self._left_out(error)
+
+    def _put_into_queue(self, owner: object, row: Row, commit: bool) -> None:
         self.waiting.put(owner, row)
         has_called = self._calls_at_last_put != self.num_user_calls
         self._calls_at_last_put = self.num_user_calls
@@ -128,14 +137,17 @@ class RowScheduler:
             return False
         self._is_placing = True
         try:
+            self._definitions.add(part)
             if data is not None and part.keys().isdisjoint([*data, *self._open.users]):
                 self._joined_at = self._open.step
                 self._log({**part, **data}, step=None, commit=True)
                 self.waiting.remove(part)
                 return True
             self._log_part(part, step, commit)
-        except BaseException:
+        except BaseException as error:
             self._remove_if_joined()
+            if isinstance(error, Exception):
+                self.waiting.keep_plain_values(part)
             raise
         finally:
             self._is_placing, self._joined_at = False, None
@@ -170,14 +182,34 @@ class RowScheduler:
         with self._log_lock:
             if self._look_at_step() and not (self._open.has_own or self._may_be_later):
                 self._in_open_row.clear()
-            merged = self._in_open_row[owner].merge(row) if owner in self._in_open_row else row
+            merged = row
+            if owner in self._in_open_row:
+                merged = self._in_open_row[owner].merge(row)
+                self._tell_merged()
             for part in merged.parts():
-                self._log_part(part, None, commit=False)
+                self._definitions.add(part)
+                try:
+                    self._log_part(part, None, commit=False)
+                except Exception as error:
+                    raise_interruption(error)
+                    self._left_out(error)
+                    self._log_part(plain_values(part), None, commit=False)
             self._in_open_row[owner] = merged
             # W&B may have closed the row in between. Then the next row is merged with this one without need, but no row
             # is lost.
             self._may_be_later = not self._look_at_step()
             self._open.has_own = True
+
+    def _tell_merged(self) -> None:
+        if not self._has_told_merged:
+            self._has_told_merged = True
+            text = (
+                "W&B reads the rows of this run from TensorBoard's event files, seconds or minutes after they are "
+                "written. Until then rows of gradients are merged into one, so that your rows keep their steps. For "
+                "each row by itself use watch(..., sinks=[wandb_gradwatch.WandbSink(commit=True)]): W&B's own step "
+                "then counts these rows, too; global_step stays as it is."
+            )
+            logger.warning("wandb_gradwatch: %s", text)
 
     def _log_all(self) -> None:
         with self._log_lock:
@@ -190,7 +222,11 @@ class RowScheduler:
                 if self._open.has_own:
                     self._log({}, commit=True)
                     self._open.note_call(None, True)
-                self._place(commit=True)
+                try:
+                    self._place(commit=True)
+                except Exception as error:
+                    raise_interruption(error)
+                    self._left_out(error)
 
     def _log_where_nothing_of_ours_is(self) -> None:
         """Place a row, if the open row has none of ours, without waiting for a call of the user that we can see."""
@@ -279,7 +315,7 @@ class RowScheduler:
             answer.set_exception(error)
 
     def _guarded(self, place: Callable[..., bool | None], *call: Any) -> bool | None:
-        """Place rows. If this raises, log the error once and stop, so that the user's log calls still work."""
+        """Place rows. If this raises, the user's log call still works, and what could not be logged is left out."""
         if self.ended:
             return None
         began = time.perf_counter()
@@ -288,12 +324,17 @@ class RowScheduler:
         except Exception as error:
             raise_interruption(error)
             if not self.ended:  # a signal handler may have ended the run meanwhile
-                logger.exception("wandb_gradwatch: a row could not be logged to W&B: no more are, and training goes on")
-                self.failed = True
-                self._stop()
+                self._left_out(error)
             return None
         finally:
             self._seconds += time.perf_counter() - began
+
+    def _left_out(self, error: Exception) -> None:
+        """Log once that a part of a row could not be logged."""
+        if not self._has_told_left_out:
+            self._has_told_left_out = True
+            text = "a part of a row could not be logged to W&B and is left out; other rows and the training go on"
+            logger.error(f"wandb_gradwatch: {text}", exc_info=error)
 
     def pop_seconds(self) -> float:
         """Seconds spent placing rows during the user's calls since the last call of `pop_seconds`."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+from .._interruptions import raise_interruption
 from ..rules import Alert
 from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import GroupBy, group_function
@@ -96,7 +97,6 @@ class WandbSink(Sink):
         self._row_scheduler: RowScheduler | None = None
         if not run.disabled:
             self._row_scheduler = row_scheduler_of(run)
-            self._define_metrics(self._row_scheduler)
 
     def __repr__(self) -> str:
         return f"WandbSink(run={self.run.id!r})"
@@ -117,8 +117,6 @@ class WandbSink(Sink):
         row_scheduler = self._live_scheduler()
         if row_scheduler is None or not len(snapshot):
             return
-        if not row_scheduler.defined.issuperset(measured := (*snapshot.metrics, *snapshot.metric_histograms)):
-            self._define_metrics(row_scheduler, measured)
         if len(snapshot.metrics) > MAX_METRICS:
             self._say(
                 "metrics",
@@ -167,9 +165,9 @@ class WandbSink(Sink):
 
     def alert(self, alert: Alert) -> None:
         """Send an alert at once; W&B forwards it to Slack or e-mail if the user has switched that on."""
-        has_failed = self._row_scheduler is not None and self._row_scheduler.failed
-        if has_failed or self._live_scheduler() is not None:
-            self.run.alert(title=alert.title, text=alert.text, level=alert.level, wait_duration=_ALERT_WAIT_SECONDS)
+        if self._live_scheduler() is not None:
+            send = partial(self.run.alert, title=alert.title, text=alert.text, level=alert.level)
+            self._try("an alert", partial(send, wait_duration=_ALERT_WAIT_SECONDS))
 
     def close(self) -> None:
         """Stop writing. Queued rows are still logged before the run ends. The run itself continues."""
@@ -182,9 +180,8 @@ class WandbSink(Sink):
         """The run's scheduler; None for a disabled run, after `close`, and after the run's end, with a warning."""
         if self._row_scheduler is None or not self._row_scheduler.ended:
             return self._row_scheduler
-        if not self._row_scheduler.failed:  # of which the scheduler has told
-            ended = "has ended: gradients are no longer logged to it. Call watch() again in the next run."
-            self._say("ended", f"W&B run {self.run.id!r} {ended}")
+        ended = "has ended: gradients are no longer logged to it. Call watch() again in the next run."
+        self._say("ended", f"W&B run {self.run.id!r} {ended}")
         return None
 
     def _grouped(self, snapshot: Snapshot) -> Snapshot:
@@ -204,7 +201,8 @@ class WandbSink(Sink):
     def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:
         """Update the run's summary while rows are queued because the script seldom or never calls `run.log()`."""
         shown = {keys.in_namespace(key, self._namespace) for key in (keys.STEP, *keys.SUMMARY)}
-        self.run.summary.update({key: value for key, value in row.scalars().items() if key in shown})
+        newest = {key: value for key, value in row.scalars().items() if key in shown}
+        self._try("the summary", lambda: self.run.summary.update(newest))
         if row_scheduler.num_user_calls == 0 and len(row_scheduler.waiting) >= _STARVED_WINDOWS:
             self._say(
                 "queued",
@@ -213,6 +211,17 @@ class WandbSink(Sink):
                 "is killed (SIGTERM, os._exit) loses them. If the script never calls run.log(), use watch(..., "
                 "sinks=[WandbSink(commit=True)]).",
             )
+
+    def _try(self, what: str, action: Callable[[], object]) -> None:
+        """Do what rows do not depend on. If it raises, say so once per `what`; rows are still logged."""
+        try:
+            action()
+        except Exception as error:
+            raise_interruption(error)
+            if what not in self._said:
+                self._said.add(what)
+                text = "%s could not be sent to W&B; rows and the training go on"
+                logger.error(f"wandb_gradwatch: {text}", what, exc_info=error)
 
     def _say(self, kind: str, text: str) -> None:
         """Log a warning once per kind."""
@@ -226,7 +235,7 @@ class WandbSink(Sink):
             return
         self._told_names = names
         told = {"names": names} if not self._namespace else {self._namespace: {"names": names}}
-        self.run.config.update({"gradwatch": told}, allow_val_change=True)
+        self._try("the order of the layers", lambda: self.run.config.update({"gradwatch": told}, allow_val_change=True))
         by_key: dict[str, list[str]] = {}
         for name in names:
             by_key.setdefault(keys.in_key(name), []).append(repr(name))
@@ -240,18 +249,6 @@ class WandbSink(Sink):
             if pattern and not any(re.search(pattern, name) for name in names):
                 why = f"because {pattern!r} matches no name; the first names are {names[:3]}."
                 self._say("details", f"details: {detail!r} is logged for no layer, {why}")
-
-    def _define_metrics(self, row_scheduler: RowScheduler, metrics: Sequence[str] = ()) -> None:
-        """Call `run.define_metric` once for each of our keys, the step first."""
-        definitions = {keys.STEP: True} | keys.definitions(map(keys.in_key, metrics), self._namespace)
-        for key, is_in_summary in definitions.items():
-            if key not in row_scheduler.defined:
-                row_scheduler.defined.add(key)
-                # Without step_sync=False, W&B adds our step to rows of the user that contain a key of these families.
-                options = {} if key == keys.STEP else {"step_metric": keys.STEP, "step_sync": False}
-                # W&B would send a histogram in the summary again every few seconds.
-                self.run.define_metric(key, **options, **({} if is_in_summary else {"summary": "none"}))
-        row_scheduler.defined.update(metrics)
 
 
 def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:

@@ -5,7 +5,6 @@ gradwatch/<number>                the whole model; with several models in a run 
 <family>/<name>/<metric>          a value measured by watch(metrics=...)
 """
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
@@ -209,19 +208,16 @@ def is_ours(key: str) -> bool:
     return key.startswith(PREFIX) or (slash != "" and family in LAYER_SCALARS) or split_metric(key) is not None
 
 
-def definitions(keys: Iterable[str] = (), namespace: str = "") -> dict[str, bool]:
-    """Arguments for `run.define_metric`: each key or pattern, and whether the run's summary keeps its last value.
+def is_in_summary(key: str) -> bool:
+    """Whether the run's summary keeps the last value of a key that we log.
 
-    Args:
-        keys: keys beyond those of every row, such as those of metrics.
-        namespace: the namespace of the model-wide keys; "": none.
+    The summary is the user's: of our keys it keeps the step, two norms, the table of the flight recorder, through which
+    the W&B report finds it, and metrics whose names the user or a framework has chosen.
+
+    Example:
+        >>> is_in_summary("gradwatch/model1/grad_norm"), is_in_summary("gradwatch/dead_ratio")
+        (True, False)
     """
-    told = {f"{PREFIX}*": False, FLIGHT_RECORDER: True}  # the W&B report finds the table through the summary
-    told |= {in_namespace(key, namespace): True for key in SUMMARY}
-    told |= {f"{family}/*": False for family in (*LAYER_SCALARS, *HISTOGRAM_FAMILIES)}
-    for key in keys:
-        if split_metric(key) is not None:
-            told[f"{key}*"] = False  # W&B applies summary "none" only to patterns, which must end in a star
-        elif not key.startswith(PREFIX) and split_histogram(key) is None:
-            told[key] = True
-    return told
+    if key.startswith(PREFIX):
+        return PREFIX + key.rpartition("/")[2] in (STEP, FLIGHT_RECORDER, *SUMMARY)
+    return not is_ours(key) and split_histogram(key) is None
