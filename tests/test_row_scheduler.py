@@ -208,6 +208,25 @@ def test_rows_join_those_from_event_files_whenever_they_come(monkeypatch: pytest
     assert own == list(range(6))
 
 
+def test_rows_that_are_merged_because_of_event_files_are_told_once_with_what_keeps_them_apart(
+    monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler._syncs_tensorboard", lambda: True)
+    run = EventFiles()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put("watcher", OwnRow([0]))
+    assert said() == []
+    for number in range(1, 4):
+        row_scheduler.put("watcher", OwnRow([number]))
+    (message,) = said()
+    assert "rows of gradients are merged into one" in message
+    assert "sinks=[wandb_gradwatch.WandbSink(commit=True)]" in message
+    for number in range(4, 7):
+        row_scheduler.put("watcher", OwnRow([number]), commit=True)
+    run.finish()
+    assert [row["own"] for _, row in run.core.rows] == ["0,1,2,3", "4", "5", "6"]
+
+
 def test_a_row_from_event_files_that_is_closed_while_ours_is_logged_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row closes between reading the step and the log call: the package's row joins the next row and is kept."""
     monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler._syncs_tensorboard", lambda: True)
