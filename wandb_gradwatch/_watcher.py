@@ -385,7 +385,6 @@ class Watcher:
             finally:  # on_alert may have raised
                 news = self._dispatcher.pop_news()
                 if not self._boundary.is_hidden():
-                    schedule.seconds_left_out += news.seconds_on_alerts
                     schedule.seconds_on_rows += news.seconds_on_rows
                 if self._parts.replay is not None and news.titles & _REPLAYED:
                     if not self._parts.thread.is_another:
