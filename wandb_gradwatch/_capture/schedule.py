@@ -43,6 +43,7 @@ class Schedule:
         self.seconds_on_rows = self.seconds_on_counting = 0.0
         # Costs that the user has asked for, of guarded steps and of rows: the budget is not charged for them.
         self.seconds_left_out = 0.0
+        self._first_step, self.num_measured = clock.step, 0  # the step before the first, and the measured steps since
         self._num_samples = 0  # samples with an update: a loss scaler's skipped step shows no clipping
         self._samples_in_window = 0
         self._num_rows, self._next_row = 0, 0  # number of windows that were flushed; step of the next row that may come
@@ -115,6 +116,7 @@ class Schedule:
         `skipped`: a loss scaler has skipped the update. `now` and `seconds_spent` are those of `Budget.after_sample`.
         """
         self._samples_in_window += 1
+        self.num_measured += 1
         self._num_samples += not skipped
         if self._compared_one_in:
             self._last_compared, self._num_compared = step, self._num_compared + 1
@@ -132,6 +134,11 @@ class Schedule:
                 self._plan = Plan(every=_FIRST)  # until the first plan of rank 0 takes effect
             self._next_sample = self._plan.next_sample(step)
         self.last_sample, self.seconds_on_rows, self.seconds_on_counting = step, 0.0, 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps since the start, or since a state was loaded."""
+        return self._clock.step - self._first_step
 
     def end_window(self, *, must_agree: bool) -> None:
         """Let the plan of rank 0 take effect: the window has been flushed at the same step on all ranks."""
@@ -182,6 +189,7 @@ class Schedule:
         self._samples_in_window = int(state["samples_in_window"])
         self.last_sample = self._last_compared = self._clock.step
         self._next_sample = self._next_row = self._clock.open_step
+        self._first_step, self.num_measured = self._clock.step, 0
         self._budget.look_closely()  # the first steps show what the rollback or restart changed
         self.open()
 
