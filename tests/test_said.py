@@ -71,7 +71,7 @@ def test_the_last_line_has_the_command_that_shows_the_page(offline_run, capsys, 
     train([math.nan], sinks=None, run=offline_run)
     last = capsys.readouterr().err.splitlines()[-1]
     words, _, command = last.partition("wandb-gradwatch view ")
-    assert words.startswith("wandb_gradwatch: 1 alert, at step 1: NaN gradient; 1 of 1 step measured. To see the page of the run: ")
+    assert words.startswith("wandb_gradwatch: 1 alert, at step 1: NaN gradient; 1 of 1 step measured. To see the page ")
     assert command.startswith("offline-run-")  # below the working directory
     assert command.endswith(offline_run.id)
 
