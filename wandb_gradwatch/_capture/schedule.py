@@ -180,6 +180,7 @@ class Schedule:
             "trust_versions": self.trusts_versions,
             "num_samples": self._num_samples,
             "samples_in_window": self._samples_in_window,
+            "num_rows": self._num_rows,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,6 +188,7 @@ class Schedule:
         self.trusts_versions = bool(state["trust_versions"])
         self._num_samples = int(state["num_samples"])
         self._samples_in_window = int(state["samples_in_window"])
+        self._num_rows = int(state["num_rows"])
         self.last_sample = self._last_compared = self._clock.step
         self._next_sample = self._next_row = self._clock.open_step
         self._first_step, self.num_measured = self._clock.step, 0
