@@ -79,7 +79,7 @@ class Sampler(Listener):
         `name` separates this watcher's keys in the ranks' store from those of others. It is the same on every rank.
         """
         now = time.perf_counter()
-        self._schedule.start(now, self.seconds_spent, before=now - _PROGRAM_BEGAN)
+        self._schedule.start(now, self.seconds_spent, before=max(now - _PROGRAM_BEGAN, 0.0))
         if world_size() > 1 and self._schedule.is_open_ended:
             self._schedule.ranks = RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0)
         if self.parts.probes.look_inside:
