@@ -131,7 +131,7 @@ def test_evaluations_and_forwards_without_gradients_do_not_count():
 def test_evaluations_are_merged_into_the_next_sample_on_request():
     model = Passes()
     probes = [Activations("inner", evaluation=True), Activations("inner", statistics=["max"])]
-    watcher, sink = watch(model, probes, sample_every=3, log_every=3)
+    watcher, sink = watch(model, probes, sample_every=3, log_every=3, histogram_every=3)
     optimizer = SGD(model.parameters(), lr=0.0)
     for step in range(1, 7):
         optimizer.zero_grad()

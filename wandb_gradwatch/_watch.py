@@ -80,7 +80,7 @@ def watch(
     include: NameFilter | None = None,
     exclude: NameFilter | None = None,
     sample_every: SampleEvery = None,
-    log_every: int = 50,
+    log_every: int | None = None,
     histogram_every: int | None = None,
     max_overhead: float = 0.01,
     group_by: GroupBy | None = None,
@@ -110,14 +110,12 @@ def watch(
         include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
         exclude: do not watch parameters whose name matches; same types as `include`.
         sample_every: measure every n-th optimizer step, at any cost; a function maps a step number to n, 0 for none.
-            None: measure every step while that costs at most `max_overhead`, otherwise fewer; also the first ten
-            steps (unless they cost far too much), and up to 32 in a row after something unusual. On the CPU, one small
-            gradient is checked in between: a step in which its norm is suddenly unusual is measured, too.
-        log_every: log a row every n optimizer steps. If `sample_every` is None, a row that costs as much as several
-            samples waits until the window has twice that many.
-        histogram_every: take histograms every n optimizer steps. None: for every row. 0: never.
-        max_overhead: the largest share of the training time that monitoring may take, 0.01 is one percent, if
-            `sample_every` is None.
+            None: as many steps as `max_overhead` allows, and up to 32 in a row after something unusual.
+        log_every: log a row every n optimizer steps, with a sample for it, at any cost. None: every 50 steps, less
+            often only where rows would take more than half of what `max_overhead` allows.
+        histogram_every: take histograms every n optimizer steps. None: with the first row and every tenth. 0: never.
+        max_overhead: the share of the training time that monitoring may take, 0.01 is one percent. In addition it may
+            take one second per run, at its start, and at most a tenth of the time so far.
         group_by: what one series shows: "parameter", "module", or a function from a parameter's name to a group's name.
             None: one parameter; with more than 256 parameters, neighbours are grouped, and a message says so once.
         details: additional per-layer numbers in the W&B row: "mean", "std", "min", "max", "abs_max", "abs_min_nonzero",

@@ -14,6 +14,7 @@ every event of a training enters here, and their order is easier to see in one p
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,6 +35,8 @@ from .probes import Probe
 from .rest import BackwardRest, Rest, StepRest
 from .scaling import SCALERS
 from .schedule import RankPlans
+
+_PROGRAM_BEGAN: Final = time.perf_counter()  # this package is imported near the start of a program
 
 
 class Sampler(Listener):
@@ -75,7 +78,8 @@ class Sampler(Listener):
 
         `name` separates this watcher's keys in the ranks' store from those of others. It is the same on every rank.
         """
-        self._schedule.start(time.perf_counter(), self.seconds_spent)
+        now = time.perf_counter()
+        self._schedule.start(now, self.seconds_spent, before=max(now - _PROGRAM_BEGAN, 0.0))
         if world_size() > 1 and self._schedule.is_open_ended:
             self._schedule.ranks = RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0)
         if self.parts.probes.look_inside:
@@ -196,7 +200,6 @@ class Sampler(Listener):
 
     @contained
     def before_closure(self, optimizer: Optimizer) -> None:
-        self._sample.gradients_change = True
         self.parts.optimizer_found()
         self._commit(self._clock.step_begins(self.parts.optimizers.key(optimizer)))
 
@@ -225,7 +228,6 @@ class Sampler(Listener):
             if not self.parts.is_measured:  # a measured step must not take them for what a backward has left
                 self.parts.seen.note(entries)
         self.parts.loss.settle()
-        self._step_rest.check_after_it(at_clipping=False)
         if self.parts.is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
@@ -298,13 +300,6 @@ class Sampler(Listener):
             self._sample.after_unscale(optimizer)
 
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
-        try:
-            if self.counter is None:
-                self._step_rest.check_after_it(at_clipping=True)
-            elif self.counter.finds_at_clipping():
-                self.end_counting()
-        except Exception as error:
-            self.boundary.fail(error)
         self._sample.before_clipping(parameters)
 
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:

@@ -21,7 +21,7 @@ from ..rules import ExplodingGradient, Rule, default_rules
 from ..sinks import WandbSink
 from ..snapshot import Snapshot
 from ..snapshot._arrays import last_present
-from ._session import DEFAULT_LOG_EVERY, Session, Watching, active_run, is_due, named, require
+from ._session import Session, Watching, active_run, is_due, named, require
 
 # The Callback base class of each of the two packages that is imported; trainers before 2.6 check for theirs.
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -223,7 +223,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
             beside=[callback.watcher for callback in ours if callback is not self and callback.watcher is not None],
             goes_on=trainer.global_step > 0,
             defaults=self._default_rules,
-            log_every=every or DEFAULT_LOG_EVERY,  # without rows, alerts still need windows
+            log_every=every or None,  # without rows, alerts still need windows
             sinks=[_NamedWandbSink(run, numbers_of, **of_rows) for run in _runs_of(trainer, self._run)],
         )
 
