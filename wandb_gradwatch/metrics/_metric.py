@@ -17,7 +17,7 @@ from .._runtime.sharding import is_sharded
 from .._runtime.wrappers import is_measurable
 from ..rules import Rule
 from ..snapshot import keys
-from ._forward_hooks import AttentionCall, Match, ModuleIndex, hands_over, logger
+from ._forward_hooks import AttentionCall, Match, ModuleIndex, logger
 from ._module_probe import ForwardProbe, ModuleProbe, SubjectProbe
 from ._rows import Dims, Store, labelled, slices, tensor_name, tensors_in, widened
 from ._rules import POOLED
@@ -225,9 +225,8 @@ class FunctionMetrics(SubjectProbe, ForwardProbe):
                 if chosen and not models.uses_fsdp1:
                     name = min(chosen, key=lambda one: there[one].numel())
                     _try_out(metric, name, there[name])
-            # Tensors that modules log themselves are unknown before the forward, so a match cannot be checked.
-            elif not any(map(hands_over, modules.values())):
-                metric.names.require("module", modules)
+            else:
+                metric.names.require_module(modules)
         if any(metric.on == keys.ACTIVATION for metric in self._metrics):
             self.hook_into(models)
 

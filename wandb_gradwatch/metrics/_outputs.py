@@ -18,7 +18,7 @@ from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import is_sharded
 from .._runtime.wrappers import is_measurable, leaves_in, unwrapped
 from ..snapshot import keys
-from ._forward_hooks import ForwardHooks, Match, ModuleFilter, ModuleIndex, hands_over, logger
+from ._forward_hooks import ForwardHooks, Match, ModuleFilter, ModuleIndex, logger
 from ._metric import Metric
 from ._module_probe import ForwardProbe, Layout, SubjectProbe
 from ._rows import HISTOGRAM, STATISTICS, Dims, RowTally, Store, check_names, slices, tensor_name, tensors_in, widened
@@ -88,8 +88,7 @@ class Activations(ForwardProbe):
         # The ids of the models' parameters identify their optimizer, and so the gradient scaler.
         self._parameters = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         self.hook_into(models)
-        if not any(map(hands_over, modules.values())):
-            self._match.require("module", modules)
+        self._match.require_module(modules)
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, hooked = (f"{name}.eval" if self._in_evaluation else name), name
