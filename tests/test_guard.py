@@ -278,15 +278,23 @@ def test_a_guard_that_makes_no_sense(guard, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_in_a_row": 0}, "max_in_a_row=0 must be at least 1"),
+        ({"max_in_a_row": 0}, "max_in_a_row=0 must be a whole number of steps, at least 1"),
+        ({"max_in_a_row": "3"}, "max_in_a_row='3' must be a whole number of steps"),
         ({"then": "stop"}, "then='stop' must be"),
-        ({"threshold": "10"}, "threshold='10' must be a number, at least 0"),
+        ({"threshold": "10"}, "threshold='10' must be a number above 0"),
+        ({"threshold": 0}, "threshold=0 must be a number above 0"),  # every step would be skipped
+        ({"stds": 0}, "stds=0 must be a number above 0"),  # every second step would be skipped
+        ({"stds": math.nan}, "stds=nan must be a number above 0"),
         ({"factor": 0.5}, "factor=0.5 must be a number, at least 1"),
-        ({"is_bad": bool, "factor": 2.0}, "pass is_bad=, or the limits"),
+        ({"window": 2.5}, "window=2.5 must be a whole number of steps, at least 2"),
+        ({"is_bad": len, "factor": 2.0}, "pass is_bad=, or the limits"),
+        ({"is_bad": bool}, r"SkipGuard\(\): is_bad=<class 'bool'> must be a function from a snapshot to True"),
+        ({"is_bad": 5}, r"SkipGuard\(\): is_bad=5 must be a function"),
+        ({"replay": "no"}, r"SkipGuard\(\): replay='no' must be True or False"),
     ],
 )
 def test_limits_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         SkipGuard(**options)
 
 
