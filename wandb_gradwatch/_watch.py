@@ -148,7 +148,8 @@ def watch(
         sample_every: measure every n-th optimizer step, at any cost; a function maps a step number to n, 0 for none.
             None: measure every step while that costs at most `max_overhead`, otherwise fewer; also the first ten
             steps (unless they cost far too much), and up to 32 in a row after something unusual. On the CPU, one small
-            gradient is checked in between: a step in which its norm is suddenly unusual is measured, too.
+            gradient is checked in between, as often as the budget allows: a step in which its norm is suddenly unusual
+            is measured, too.
         log_every: log a row every n optimizer steps. If `sample_every` is None, a row that costs as much as several
             samples waits until the window has twice that many.
         histogram_every: take histograms every n optimizer steps. None: for every row. 0: never.

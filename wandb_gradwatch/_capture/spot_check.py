@@ -1,4 +1,4 @@
-"""Checks one small gradient at steps that are not sampled, so that a sudden fault is sampled at its own step.
+"""Checks one small gradient at steps that are not sampled: a fault that suddenly shows in it is sampled there.
 
 Non-finite elements and a multiplied loss reach every layer before the place where they arise. A small gradient near the
 input therefore shows most sudden faults of the whole model. Only gradients on the CPU are checked, because the host
