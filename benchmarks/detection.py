@@ -199,8 +199,8 @@ budget repays their cost, so a short training has few samples after them.
 
 Between measured steps, the default cadences check the norm of one small gradient as often as a fifth of the budget
 allows. A fault that shows at such a check is measured at that step, and a fault that lasts at the next measured step
-at the latest. The steps of the tiny MLP are so short that not all are checked: to find every spike, measure every step with
-`watch(model, sample_every=1)`, or use a guard, which checks every step.
+at the latest. The steps of the tiny MLP are so short that not all are checked: to find every spike, measure every step
+with `watch(model, sample_every=1)`, or use a guard, which checks every step.
 """
 
 
