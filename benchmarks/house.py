@@ -93,8 +93,7 @@ def _branches(function: ast.AST) -> int:
 
 def _attributes(node: ast.ClassDef) -> set[str]:
     fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
-    below = [one for method in node.body if isinstance(method, _FUNCTION) for one in ast.walk(method)]
-    stored = [one for one in below if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)]
+    stored = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)]
     return fields | {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
