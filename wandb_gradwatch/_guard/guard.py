@@ -117,8 +117,8 @@ class SkipGuard(Remembers):
 
     Args:
         is_bad: replaces the limits: a function that gets a snapshot of the step and returns True to skip the step. The
-            snapshot's `metrics` have `gradwatch/learning_rate` and the step's `gradwatch/loss`; with several ranks no
-            loss, because each rank has its own and could decide otherwise than another.
+            snapshot's `metrics` have `gradwatch/learning_rate` and the step's `gradwatch/loss`. The loss is absent for
+            a step inside the backward, and with several ranks: each has its own, and could decide otherwise.
         max_in_a_row: the largest number of consecutive skipped steps.
         then: what follows beyond that: "raise" a TooManySkippedStepsError from optimizer.step(), or "continue" and
             apply the step.
