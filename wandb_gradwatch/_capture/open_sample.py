@@ -8,10 +8,12 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import contained
+from .._runtime.sharding import world_size
 from .._transfer.transfers import Sample
 from ..snapshot import keys
 from .clock import Closed
 from .gradient_versions import REPLACED, Inspection, is_new, look_at, were_reset
+from .loss import Number
 from .measurer import Measurer
 from .optimizer_registry import learning_rate_of
 from .parts import CaptureParts
@@ -267,13 +269,20 @@ class OpenSample:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Record the learning rate and tell the probes: the optimizer is about to update its parameters."""
-        if not self._parts.schedule.is_sampled:
+        if not self._parts.rows_are_read:
             return
         rate = learning_rate_of(optimizer)
         if not abs(rate) <= abs(self._learning_rate) and not math.isnan(rate):
             self._learning_rate = rate
-        if self._parts.probes.active:
-            self.tell_of_update(Probe.before_update, optimizer)
+        self.tell_of_update(Probe.before_update, optimizer)
+
+    def so_far(self) -> dict[str, Number]:
+        """Return what is known of the sample besides its rows, by key: the learning rate, and in one process the loss.
+
+        Each rank has a loss of its own: a guard that read it could skip a step on one rank and apply it on another.
+        """
+        known: dict[str, Number] = {} if world_size() > 1 else {**self._parts.loss.so_far()}
+        return known if math.isnan(self._learning_rate) else known | {keys.LEARNING_RATE: self._learning_rate}
 
     def tell_of_update(
         self, moment: Callable[[Probe, Sequence[WatchedTensor]], None], optimizer: Optimizer | None

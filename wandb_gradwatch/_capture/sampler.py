@@ -150,7 +150,7 @@ class Sampler(Listener):
                 by_hand.remember_parameters()
         parts.loss.settle()
         parts.loss_scale.forget()
-        if self._schedule.is_sampled and (root := backward_root()) is not None:
+        if parts.rows_are_read and (root := backward_root()) is not None:
             parts.loss.see(root, parts.loss_scale.of_backward(root.device, reached), of_all=parts.loss_scale.is_given)
         if self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
             # Every backward may be the last before the step: the last group of micro-batches may be shorter.
@@ -243,7 +243,8 @@ class Sampler(Listener):
         if self._joining == self.parts.optimizers.key(optimizer):
             guard.abstain(entries, version)
         else:
-            guard.decide(optimizer, self._clock.open_step, entries, version, inside_backward=inside_backward)
+            step, found = self._clock.open_step, self._sample.so_far() if guard.needs_rows else {}
+            guard.decide(optimizer, step, entries, version, inside_backward=inside_backward, found=found)
 
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:
@@ -308,7 +309,7 @@ class Sampler(Listener):
     @contained
     def take_loss(self, value: Tensor, *, is_share: bool) -> None:
         """Take the loss of the update under way, from the user or from a framework's integration."""
-        if self._schedule.is_sampled:
+        if self.parts.rows_are_read:
             self.parts.loss.add(value, is_share=is_share)
 
     def mark_step(self) -> None:
