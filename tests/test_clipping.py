@@ -24,15 +24,76 @@ GRADIENTS = {"a": [3.0, -4.0, 1.0, 0.5], "b": [12.0, -2.0, 0.0]}
 Change = Callable[[Chosen, int], object]
 
 
-def trained(change: Change, *, steps: int = 4, dtype: torch.dtype = torch.float32, **options: object) -> Snapshot:
-    """Train with `change` between backward and step; in step n the gradients are n times GRADIENTS."""
-    model = Chosen(a=4, b=3, dtype=dtype)
+Make = Callable[[Chosen, Callable[[], None]], torch.optim.Optimizer]
+
+
+def before_the_step(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
     optimizer = SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: change())
+    return optimizer
+
+
+def changing(base: type[torch.optim.Optimizer], change: Callable[[], None]) -> type[torch.optim.Optimizer]:
+    class Changing(base):  # type: ignore[misc, valid-type]
+        def step(self, closure: None = None) -> None:
+            change()
+            super().step(closure)
+
+    return Changing
+
+
+def inside_it(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
+    if hasattr(SGD.step, "hooked"):  # torch adds the hooks when the first SGD is made
+        SGD.step = SGD.step.__wrapped__
+    return changing(SGD, change)(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+
+
+def inside_it_with_hooks(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
+    SGD(model.parameters(), lr=0.0)
+    return changing(SGD, change)(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+
+
+def two_classes_above(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
+    return changing(changing(SGD, change), lambda: None)(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+
+
+def before_an_inner_optimizer(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
+    class Holds(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.inner = SGD(model.parameters(), lr=0.0)
+            super().__init__(model.parameters(), {})
+
+        def step(self, closure: None = None) -> None:
+            change()
+            self.inner.step()
+
+    return Holds()
+
+
+INSIDE: list[Make] = [inside_it, inside_it_with_hooks, two_classes_above, before_an_inner_optimizer]
+WHERE = pytest.mark.parametrize("make", [before_the_step, *INSIDE], ids=lambda make: make.__name__)
+
+
+def trained(
+    change: Change,
+    *,
+    steps: int = 4,
+    dtype: torch.dtype = torch.float32,
+    make: Make = before_the_step,
+    **options: object,
+) -> Snapshot:
+    """Train with `change` between backward and update; in step n the gradients are n times GRADIENTS."""
+    model = Chosen(a=4, b=3, dtype=dtype)
+    number = 0
+
+    def change_them() -> None:
+        change(model, number)
+
+    optimizer = make(model, change_them)
     watcher, sink = watch(model, **options)
     for number in range(1, steps + 1):
         optimizer.zero_grad()
         model.loss(**{name: [number * one for one in values] for name, values in GRADIENTS.items()}).backward()
-        change(model, number)
         optimizer.step()
     return samples(watcher, sink)
 
@@ -76,15 +137,23 @@ CLIPPINGS: dict[str, Change] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", CLIPPINGS)
-def test_one_factor_for_each_parameter_or_for_the_model_or_a_limit_of_elements_is_clipping(kind, dtype):
+@WHERE
+def test_one_factor_for_each_parameter_or_for_the_model_or_a_limit_of_elements_is_clipping(make, kind, dtype):
     if kind == "by hand, to a limit" and dtype != torch.float32:
         pytest.skip("the norm that is left is no round number in 8 bits: unknown, see below")
     if kind == "imported before watch()" and not hasattr(nn.utils, "clip_grads_with_norm_"):
         pytest.skip("before torch 2.6 a clipping function that was imported by name cannot be seen: unknown, see below")
-    snapshot = trained(CLIPPINGS[kind], dtype=dtype)
+    snapshot = trained(CLIPPINGS[kind], dtype=dtype, make=make)
     assert snapshot.clipped.tolist() == [1] * 4
     assert not snapshot.changed.any()
     assert snapshot.total_grad_norm == pytest.approx([norm(number) for number in range(1, 5)])
+    left = Chosen(a=4, b=3, dtype=dtype)  # what the same clipping leaves where nothing is watched
+    for index, number in enumerate(range(1, 5)):
+        for name, values in GRADIENTS.items():
+            getattr(left, name).grad = torch.tensor([number * one for one in values], dtype=dtype)
+        CLIPPINGS[kind](left, number)
+        received = torch.cat([p.grad.double() for p in left.parameters()]).norm().item()
+        assert snapshot.total_grad_norm_clipped[index] == pytest.approx(received, rel=1e-5)
 
 
 def add_noise(model: Chosen, _: int) -> None:
@@ -121,8 +190,9 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_no_clipping_does_is_a_change_after_the_backward_and_has_a_number_of_its_own(kind):
-    snapshot = trained(CHANGES[kind])
+@WHERE
+def test_what_no_clipping_does_is_a_change_after_the_backward_and_has_a_number_of_its_own(make, kind):
+    snapshot = trained(CHANGES[kind], make=make)
     assert snapshot.clip_ratio == 0
     assert snapshot.changed.all()
     row_of = HistoryRow.of(snapshot).scalars()

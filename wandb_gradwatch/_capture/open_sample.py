@@ -8,10 +8,11 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import contained
+from .._runtime.sharding import world_size
 from .._transfer.transfers import Sample
 from ..snapshot import keys
 from .clock import Closed
-from .gradient_versions import REPLACED, Inspection, is_new, look_at, were_reset
+from .gradient_versions import REPLACED, GradientVersions, Inspection, is_new, look_at, were_reset
 from .measurer import Measurer
 from .optimizer_registry import learning_rate_of
 from .parts import CaptureParts
@@ -53,6 +54,7 @@ class OpenSample:
         self._compared: tuple[int, ...] = ()
         self._compared_early: tuple[int, ...] = ()
         self._unscaled: set[int] = set()  # slots whose gradients a scaler has divided
+        self._used = GradientVersions()  # the gradients that the running step will use, if it may change them itself
         self._clipped: set[int] = set()  # slots whose gradients torch's functions clip or have clipped
         self._received: set[int] = set()  # slots whose gradients after clipping are known, for an update by hand
         self.by_torch = False  # whether one of torch's functions has clipped
@@ -180,7 +182,29 @@ class OpenSample:
                 self._measure_unclear(unclear, optimizer)
         if replaced := self._take_replaced(found):
             self._measurer.measure(replaced, received_by=optimizer)
-        modified = found.changed
+        self._measure_received(found, optimizer, masters)
+        found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler if the optimizer itself skips the step
+        if found_inf is not None:
+            parts.window.set_found_inf(found_inf)
+
+    def inspect_inner(self, optimizer: Optimizer) -> None:
+        """Measure again what a step has changed before it delegates to this optimizer.
+
+        A step may reduce gradients over ranks and clip them. Reduced gradients are measured like new ones, but what
+        torch's functions have clipped is only received. Whether other changes with several ranks are clipping is known
+        when the rows arrive; in a single process, changes inside the step are like those between backward and step.
+        """
+        found = self._parts.seen.inspect(self._parts.optimizers.entries(optimizer), inside_backward=False)
+        reduced = [entry for entry in found.changed if entry[0] not in self._clipped] if world_size() > 1 else []
+        if reduced and self._parts.rows_are_read:
+            self._parts.window.put_earlier(sorted(slot for slot, _ in reduced))
+            self._measurer.measure(reduced, received_by=optimizer)
+            self._measurer.note_precision(p.grad for _, p in reduced if p.grad is not None)
+            found.changed = [entry for entry in found.changed if entry[0] in self._clipped]
+        self._measure_received(found, optimizer, self._parts.optimizers.masters(optimizer))
+
+    def _measure_received(self, found: Inspection, optimizer: Optimizer, masters: list[Entry] | None) -> None:
+        parts, modified = self._parts, found.changed
         if masters is not None:
             slots = parts.optimizers.slots(optimizer).intersection(self._parts.seen.states)
             modified = [(slot, master) for slot, master in masters if slot in slots and master.grad is not None]
@@ -192,9 +216,32 @@ class OpenSample:
             self._measurer.measure_received(compared, optimizer, whole=whole)
         if modified:
             self._measurer.measure_received(modified, optimizer, whole=self._parts.rows_are_read)
-        found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler if the optimizer itself skips the step
-        if found_inf is not None:
-            parts.window.set_found_inf(found_inf)
+
+    def follow_update(self, optimizer: Optimizer, *, changes_gradients: bool) -> None:
+        """Note the gradients with which a step begins, if it may change them unseen before it uses them."""
+        entries = self._parts.optimizers.entries(optimizer)
+        self._used.forget([slot for slot, _ in entries])
+        if changes_gradients:
+            self._used.note(entries)
+
+    def forget_update(self) -> None:
+        """A closure is evaluated again inside the step: later changes of the gradients tell nothing about the first."""
+        self._used.clear()
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Mark as unknown what the step has received, where it has changed gradients unseen."""
+        parts, entries = self._parts, self._parts.optimizers.entries(optimizer)
+        writes, here = self._used.writes(entries), {slot for slot, p in entries if p.grad is not None}
+        self._used.clear()
+        if changed := sorted(slot for slot, number in writes.items() if number and slot in here):
+            parts.window.hide_received(changed)
+            parts.notices.say(
+                "changed inside the step",
+                f"{type(optimizer).__name__}.step() changes gradients ({parts.registry.some_names(changed)}) before or "
+                f"after it uses them, first in step {parts.clock.open_step}: what the update has used cannot be seen, "
+                "so grad_norm_clipped and clip_ratio are missing. They are known if the class clips with torch's "
+                "functions, or changes the gradients before it calls the step of one of torch's optimizers.",
+            )
 
     def _take_replaced(self, found: Inspection) -> list[Entry]:
         """Move replaced gradients out of `found.changed` if earlier backwards were reset, as by PCGrad.

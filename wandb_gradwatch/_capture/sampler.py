@@ -4,6 +4,7 @@
     a backward has ended              BackwardHooks -> _backward_ended     measure every gradient that is present
     an optimizer is about to step     StepHooks     -> before_step         measure new and modified gradients
     all watchers have measured        StepHooks     -> guard_step          with a guard: apply or skip the step
+    the step delegates to another     StepHooks     -> before_inner_step   measure what the step has changed so far
     an optimizer has stepped          StepHooks     -> after_step          close the sample if it is complete
     a scaler unscales or skips        GradScalers   -> before_unscale, step_skipped
 
@@ -22,7 +23,7 @@ from .._guard.step_skipping import StepSkipping
 from .._runtime.autograd import Entry, backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import rank, rank_store, world_size
-from .._runtime.steps import STEP_HOOKS, Listener
+from .._runtime.steps import STEP_HOOKS, Listener, is_torchs
 from .._transfer.sample_buffer import SampleBuffer
 from .clock import Closed, SampleClock
 from .hooks import BackwardHooks
@@ -109,7 +110,9 @@ class Sampler(Listener):
     def _backward_begins(self, has_accumulated: bool) -> None:
         STEP_HOOKS.drop_raised()  # a step that raised must not keep the clock muted
         self.parts.thread.backward_begins()
-        if not self._clock.muted:
+        if self._clock.muted:
+            self._sample.forget_update()
+        else:
             is_outermost = not self._inside_backward  # re-entrant checkpoints begin further backwards inside it
             self._inside_backward = True
             if is_outermost:
@@ -228,8 +231,15 @@ class Sampler(Listener):
         self._step_rest.check_after_it(at_clipping=False)
         if self.parts.is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
+            self._sample.follow_update(optimizer, changes_gradients=not is_torchs(type(optimizer).step))
         self._sample.before_update(optimizer)
         self.parts.wiring.about_to_step(key)
+
+    @contained
+    def before_inner_step(self, optimizer: Optimizer, *, is_torchs: bool) -> None:
+        if self.parts.is_measured and self._joining is None:
+            self._sample.inspect_inner(optimizer)
+            self._sample.follow_update(optimizer, changes_gradients=not is_torchs)
 
     def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:
@@ -257,6 +267,8 @@ class Sampler(Listener):
             self._joining = None
             self._clock.join(key)
             return
+        if self.parts.is_measured:
+            self._sample.after_update(optimizer)
         if self.parts.probes.active:
             self._sample.tell_of_update(Probe.after_update, optimizer)
         self.parts.wiring.stepped(optimizer, key)

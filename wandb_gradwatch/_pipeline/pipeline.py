@@ -318,7 +318,8 @@ def _drop_zeroed(arrived: ArrivedSample) -> bool:
     for slots in map(list, arrived.sample.updated):
         rows = rows_PC[slots]
         num_bad = np.nansum(np.add.reduce(rows[:, NONFINITE_COLUMNS], axis=1))
-        if arrived.skipped or num_bad or np.nansum(rows[:, Column.RECEIVED_SUM_SQ]) != 0:
+        received = rows[~np.isnan(rows[:, Column.NUM_ELEMENTS]), Column.RECEIVED_SUM_SQ]  # NaN where it is unknown
+        if arrived.skipped or num_bad or received.sum() != 0:
             continue
         if 0 < np.nansum(rows[:, Column.GRAD_SUM_SQ]) < _CLIPPED_TO_NOTHING**2:
             rows_PC[slots] = np.nan
