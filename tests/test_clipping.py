@@ -204,6 +204,74 @@ def test_what_no_clipping_does_is_a_change_after_the_backward_and_has_a_number_o
     )
 
 
+class OwnUpdate(torch.optim.Optimizer):
+    """An update of its own, before which the gradients may be changed in place, or replaced."""
+
+    def __init__(self, model: Chosen, change: str) -> None:
+        super().__init__(model.parameters(), {})
+        self.change = change
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if self.change == "in place":
+                parameter.grad.mul_(0.1)
+            elif self.change == "replaced":
+                parameter.grad = parameter.grad * 0.1
+            elif self.change == "clipped":
+                nn.utils.clip_grad_norm_([parameter], 0.5)
+            parameter.sub_(parameter.grad, alpha=0.0)
+            if self.change == "taken away afterwards":
+                parameter.grad = None
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced"])
+def test_what_a_step_has_used_is_missing_where_it_cannot_be_seen_which_is_said_once(change, said):
+    snapshot = trained(lambda *_: None, make=lambda model, _: OwnUpdate(model, change), rules=None)
+    assert snapshot.total_grad_norm == pytest.approx([norm(number) for number in range(1, 5)])
+    assert np.isnan(snapshot.grad_norm_clipped).all()
+    assert np.isnan(snapshot.clip_ratio)
+    assert not {"gradwatch/grad_norm_clipped", "gradwatch/clip_ratio"} & HistoryRow.of(snapshot).scalars().keys()
+    (text,) = [text for text in said() if "times in all" not in text]
+    assert "OwnUpdate.step() changes gradients (a, b)" in text
+
+
+def test_an_update_that_leaves_its_gradients_or_is_torchs_has_used_what_it_got(said):
+    def nesterov(model: Chosen, _: object) -> torch.optim.Optimizer:  # it adds the momentum to the gradients, in place
+        return SGD(model.parameters(), lr=0.0, momentum=0.9, nesterov=True, foreach=True)
+
+    makes: list[Make] = [nesterov, *(lambda m, _, how=how: OwnUpdate(m, how) for how in ("", "taken away afterwards"))]
+    for make in makes:
+        snapshot = trained(lambda *_: None, make=make)
+        assert snapshot.total_grad_norm_clipped == pytest.approx([norm(number) for number in range(1, 5)])
+    assert not said()
+
+
+def test_what_torch_clips_inside_a_step_is_seen_whatever_the_update_is(said):
+    snapshot = trained(lambda *_: None, make=lambda model, _: OwnUpdate(model, "clipped"))
+    assert snapshot.total_grad_norm == pytest.approx([norm(number) for number in range(1, 5)])
+    assert snapshot.grad_norm_clipped == pytest.approx(np.full((4, 2), 0.5), rel=1e-5)
+    assert snapshot.clip_ratio == 1
+    assert not said()
+
+
+def test_steps_that_are_looked_into_run_as_often_as_unwatched_and_are_left_as_they_were():
+    """The user's own hooks on the optimizer run once per step, and no class keeps a wrapper."""
+    model, calls = Chosen(a=1), []
+    optimizer = inside_it(model, lambda: calls.append("change"))
+    before = SGD.step
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    watcher, _ = watch(model)
+    for _ in range(3):
+        model.loss(a=[1]).backward()
+        optimizer.step()
+    assert SGD.step is not before
+    watcher.remove()
+    assert SGD.step is before
+    assert calls == ["before", "change", "after"] * 3
+
+
 def test_noise_before_clipping_is_both_and_noise_after_it_leaves_the_ratio_unknown():
     def noise_then_clip(model: Chosen, number: int) -> None:
         add_noise(model, number)

@@ -127,11 +127,14 @@ class OpenSample:
 
     @contained
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Measure clipped gradients for an update by hand, because no optimizer step will show them."""
-        if self._parts.by_hand.possible and self._parts.rows_are_read:
-            entries = [entry for entry in self._clipped_among(parameters) if entry[1].grad is not None]
-            self._measurer.measure_received(entries, None, whole=True)
+        """Measure clipped gradients where nothing will show them later: by hand, or inside a step that may use them."""
+        entries = [entry for entry in self._clipped_among(parameters) if entry[1].grad is not None]
+        if not (self._parts.by_hand.possible and self._parts.rows_are_read):
+            entries = [entry for entry in entries if entry[0] in self._used.states]
+        if entries:
+            self._measurer.measure_received(entries, None, whole=self._parts.rows_are_read)
             self._received.update(slot for slot, _ in entries)
+            self._used.note([entry for entry in entries if entry[0] in self._used.states])
 
     @property
     def _is_clipped_here(self) -> bool:
