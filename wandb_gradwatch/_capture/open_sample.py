@@ -267,17 +267,13 @@ class OpenSample:
         return replaced
 
     def _drop(self, found: Inspection) -> None:
-        """Drop the rows of gradients that are None by now; alert if none is left at all."""
-        self._parts.window.clear(found.gone)
-        if not (found.late or found.changed or found.unclear or found.unchanged):  # nothing is left
-            step = self._parts.clock.open_step
-            self._parts.notices.alert(
-                "No gradient",
-                "every gradient was already None when the optimizer stepped, though the backward had computed them.\n"
-                "Probable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after "
-                "step(), or before backward().",
-                step,
-            )
+        """Record that these gradients are None by now. Rows with NaN or Inf stay: a loop may drop bad gradients.
+
+        If none is left at all, other rows stay until they arrive, as those of gradients that were set to 0.
+        """
+        self._parts.window.receive_nothing(found.gone)
+        if found.late or found.changed or found.unclear or found.unchanged:
+            self._parts.window.drop_finite_rows(found.gone)
 
     def _without_backward(self, unclear: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Split gradients into new ones that were assigned without a backward, which calls hooks, and the rest."""

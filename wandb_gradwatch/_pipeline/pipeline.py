@@ -220,9 +220,9 @@ class Pipeline:
     def _say_zeroed(self, step: int) -> None:
         self._rule_runner.alert_once(
             "No gradient",
-            "every gradient was already zero when the optimizer stepped, though the backward had computed them.\n"
-            "Probable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after step(), or "
-            "before backward().",
+            "every gradient was already None or zero when the optimizer stepped, though the backward had computed "
+            "them.\nProbable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after "
+            "step(), or before backward(); to drop a gradient on purpose, leave out step() as well.",
             step,
         )
 
