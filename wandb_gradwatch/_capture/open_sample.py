@@ -30,6 +30,7 @@ class OpenSample:
         self._being_unscaled = Inspection()
         self._forget_gradients()
         self.was_reset = False  # whether gradients of earlier backwards were reset without a step
+        self.is_inferred = False  # whether its update is only inferred from a reset of the gradients
         self._learning_rate = math.nan  # the largest among the optimizers that step in this sample
         # Facts about the loop, for spot checks: whether anything but torch's functions changes or assigns gradients, or
         # makes them in a closure; and whether torch's functions have clipped in the last sample.
@@ -39,7 +40,7 @@ class OpenSample:
         """Open a new sample."""
         self._parts.schedule.open()
         self._forget_gradients()
-        self.was_reset, self._learning_rate = False, math.nan
+        self.was_reset, self.is_inferred, self._learning_rate = False, False, math.nan
         if self._parts.probes.active:
             self._parts.probes.tell(Probe.start, self._parts.schedule.is_sampled, self._parts.schedule.has_histogram)
 
@@ -384,6 +385,8 @@ class OpenSample:
         found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss
         if parts.guard is not None:
             found |= parts.guard.take()
+        if self.is_inferred:
+            found[keys.INFERRED] = 1.0
         seen = (self._compared, self._compared_early, self.by_torch, self._measurer.eps)
         every, rate = closed.step - parts.schedule.last_sample, self._learning_rate
         parts.window.commit(Sample(closed.step, closed.skipped, updated, *seen, every, learning_rate=rate), found)

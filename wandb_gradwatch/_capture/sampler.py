@@ -344,6 +344,7 @@ class Sampler(Listener):
 
     def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
         """Close the sample of an update by hand. The entries still have the gradients that the update has used."""
+        self._sample.is_inferred = not self._by_hand.inside_backward
         self._sample.updated_by_hand(entries)
         self._by_hand.count()
         self._commit(self._clock.update())
