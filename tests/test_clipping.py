@@ -507,6 +507,24 @@ def test_clipping_is_seen_in_a_loop_without_an_optimizer(limit, set_to_none):
         assert np.isnan(snapshot.total_grad_norm_clipped[:-1]).all()
 
 
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_an_update_with_copies_of_the_gradients_leaves_what_it_received_unknown_in_every_sample(limit):
+    """Keras' optimizers clip copies; after the last update the gradients are still there, and tell nothing of it."""
+    model = Chosen(a=4, b=3)
+    watcher, sink = watch(model)
+    for _ in range(20):
+        model.zero_grad()
+        model.loss(**GRADIENTS).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                used = parameter.grad if limit is None else parameter.grad.clamp(-limit, limit)
+                parameter -= 0.0 * used
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm == pytest.approx([norm()] * 20)
+    assert np.isnan(snapshot.total_grad_norm_clipped).all()
+    assert np.isnan(snapshot.clip_ratio)
+
+
 def test_clipping_by_hand_is_seen_where_the_user_says_when_a_step_is_made():
     model = Chosen(a=2)
     watcher, sink = watch(model)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._guard.step_skipping import StepSkipping
-from .._runtime.autograd import Entry, backward_root, current_graph_task, num_nodes_made
+from .._runtime.autograd import backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, is_torchs
@@ -342,10 +342,10 @@ class Sampler(Listener):
         if current_graph_task() == -1 and rest.begins_after(mark=True):
             self.counter = rest
 
-    def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
-        """Close the sample of an update by hand. The entries still have the gradients that the update has used."""
+    def _close_update_by_hand(self) -> None:
+        """Close the sample of an inferred update. It may have used other tensors than `.grad`, as Keras' clipping."""
         self._sample.is_inferred = not self._by_hand.inside_backward
-        self._sample.updated_by_hand(entries)
+        self._sample.updated_by_hand(())
         self._by_hand.count()
         self._commit(self._clock.update())
 
@@ -361,7 +361,7 @@ class Sampler(Listener):
         elif self.parts.thread.is_another:
             return  # reading a gradient is not safe while the other thread may write to it or reset it
         elif self._by_hand.possible and self._clock.backwards and (final or self._by_hand.has_updated()):
-            self._close_update_by_hand(self.parts.registry.scan())
+            self._close_update_by_hand()
             self._by_hand.settle()
         elif self._clock.backwards:
             self._sample.leave_out_what_was_reset()
