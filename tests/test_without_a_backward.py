@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import numpy as np
@@ -95,6 +96,44 @@ def test_the_training_of_a_copy_is_told_once(num_steps, own_step_at, is_said, sa
             step(model, own, a=[3.0, 4.0])
     assert sum("no backward has reached the watched model" in text for text in said()) == is_said
     watcher.remove()
+
+
+def by_remove(watcher, models, run):
+    watcher.remove()
+
+
+def by_the_end_of_the_model(watcher, models, run):
+    models.clear()
+    gc.collect()
+
+
+def by_the_end_of_the_run(watcher, models, run):
+    run.finish()
+
+
+@pytest.mark.parametrize("end", [by_remove, by_the_end_of_the_model, by_the_end_of_the_run])
+@pytest.mark.parametrize("num_steps", [0, 1, 60])
+def test_the_training_of_a_copy_is_told_at_the_end_of_a_short_run_too(num_steps, end, offline_run, said):
+    models, copy = [Chosen(a=2)], Chosen(a=2)
+    watcher = wandb_gradwatch.watch(models[0], run=offline_run)
+    others = torch.optim.SGD(copy.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        step(copy, others, a=[3.0, 4.0])
+    end(watcher, models, offline_run)
+    watcher.remove()
+    texts = [text for text in said() if "no backward has reached the watched model" in text]
+    steps = {0: [], 1: ["1 optimizer step has been made"], 60: ["60 optimizer steps have been made"]}[num_steps]
+    assert len(texts) == len(steps)
+    assert all(words in text for words, text in zip(steps, texts, strict=True))
+
+
+def test_an_optimizer_without_the_model_is_told_at_the_end_of_a_single_step_too():
+    model, copy = Chosen(a=2), Chosen(a=2)
+    watcher, sink = watch(model)
+    model.loss(a=[3.0, 4.0]).backward()
+    torch.optim.SGD(copy.parameters(), lr=0.1).step()
+    watcher.remove()
+    assert [alert.title for alert in sink.alerts] == ["Optimizer without the model"]
 
 
 @WAYS

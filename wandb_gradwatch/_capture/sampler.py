@@ -368,6 +368,10 @@ class Sampler(Listener):
         elif final and self._by_hand.withholds:
             self._by_hand.proven = True
 
+    def run_ends(self) -> None:
+        """Send messages that wait for more steps: the run or the watching ends."""
+        self.parts.wiring.run_ends()
+
     def look_at_parameters(self) -> None:
         """Alert if parameters hold NaN or Inf after steps that were not measured. Waits for the device."""
         parts = self.parts
