@@ -204,6 +204,20 @@ def in_step(rank: int, world: int, *, steps: int, average: str = "", clip: float
     return report(watcher, sink)
 
 
+def discards(rank: int, world: int) -> list[str]:
+    """A loop over shards that makes no step if a gradient is not finite; returns what this rank has said of it."""
+    messages, model = collect_warnings(), shard(build(), [world])
+    watcher, _ = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(4):
+        optimizer.zero_grad()
+        (loss_of(model, batch_of(rank, step)) * (float("nan") if step in (1, 2) else 1.0)).backward()
+        if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            optimizer.step()
+    watcher.remove()
+    return [message for message in messages if "left step" in message and "times in all" not in message]
+
+
 def fsdp2(
     rank: int,
     world: int,

@@ -78,6 +78,7 @@ def on_two_ranks():
     """Run every program of this file that needs two ranks, in the same two processes."""
     calls = [("ddp", {"steps": 3} | options) for options in DDP]
     calls += [("in_step", {"steps": 3} | options) for options in IN_STEP]
+    calls += [("discards", {})]
     calls += [("fsdp2", {"steps": 3} | options) for options in FSDP2]
     calls += [("fsdp2", {"steps": 3, "watch_first": True}), ("fsdp2", {"steps": 6, "log_every": 3})]
     calls += [("tensor_parallel", {"steps": 3, "watch_first": first}) for first in (False, True)]
@@ -114,6 +115,12 @@ def test_fsdp2_shows_the_norm_of_the_whole(options):
     check(results, 2, 3, micros=options.get("micros", 1), clip=options.get("clip"))
     histogram = results[0]["histogram"]
     assert histogram.tolist() == [3 * size for size in (20, 5, 15, 3, 3, 1)]
+
+
+def test_a_loop_over_shards_that_discards_nan_is_told_so_once_on_each_rank():
+    for messages in result_of("discards"):
+        [text] = messages
+        assert text.startswith("wandb_gradwatch: the training loop left step 2 out: ")
 
 
 def test_fsdp2_on_four_ranks_some_shards_empty_and_hybrid_and_over_groups_of_ranks():

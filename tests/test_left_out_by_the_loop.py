@@ -72,6 +72,23 @@ def test_a_backward_that_is_dropped_although_it_is_finite_is_no_step():
     assert not snapshot.skipped.any()
 
 
+@pytest.mark.parametrize("log_every", [1, 50])
+@pytest.mark.parametrize("bad", [True, False])
+def test_a_loop_that_ends_at_a_nan_is_told_of_it_and_one_that_ends_within_an_update_has_no_more_samples(bad, log_every):
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, rules=[NaNGradient()], log_every=log_every)
+    for _ in range(3):
+        model.loss(a=[3, 4]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.loss(a=[math.nan if bad else 3, 4]).backward()
+    watcher.remove()
+    snapshot = sink.merged()
+    assert snapshot.steps.tolist() == [1, 2, 3, 4][: 3 + bad]
+    assert [(alert.title, alert.step, alert.level) for alert in sink.alerts] == [("NaN gradient", 4, "WARN")] * bad
+
+
 def drop_all(model, optimizer):
     optimizer.zero_grad()
 

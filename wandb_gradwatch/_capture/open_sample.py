@@ -391,16 +391,17 @@ class OpenSample:
         every, rate = closed.step - parts.schedule.last_sample, self._learning_rate
         parts.window.commit(Sample(closed.step, closed.skipped, updated, *seen, every, learning_rate=rate), found)
 
-    def leave_out_what_was_reset(self, *, has_accumulated: bool = False) -> None:
+    def leave_out_what_was_reset(self, *, has_accumulated: bool = False, is_last: bool = False) -> None:
         """Commit a left-out sample if gradients were reset before an optimizer used them: the loop may skip steps.
 
         Whether they were finite is known when their rows arrive. Finite ones were another use of a backward (SAM).
+        `is_last`: no step will follow, whether the gradients were reset or not.
         """
         parts = self._parts
         if not parts.is_measured or parts.by_hand.possible:
             return
         writes = parts.seen.writes(parts.registry.scan() if parts.seen.states else ())
-        if not were_reset(writes.values(), has_accumulated=has_accumulated):
+        if not (is_last or were_reset(writes.values(), has_accumulated=has_accumulated)):
             return
         if parts.schedule.is_sampled:
             sample = Sample(parts.clock.open_step, skipped=True, updated=(), left_out=True)

@@ -289,6 +289,7 @@ class Sampler(Listener):
                 self.parts.replay.step_skipped(self._clock.open_step)
             key = self.parts.optimizers.key(optimizer)
             self._commit(self._clock.step_begins(key))
+            self.parts.loss.settle()
             if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
                 self._clock.join(key)
             else:
@@ -337,6 +338,7 @@ class Sampler(Listener):
             return
         self.end_counting()
         self.parts.optimizer_found()
+        self.parts.loss.settle()
         self._sample.updated_by_hand(self.parts.registry.scan())
         self._commit(self._clock.update())
         if current_graph_task() == -1 and rest.begins_after(mark=True):
@@ -352,7 +354,8 @@ class Sampler(Listener):
     def end_sample(self, *, final: bool = False) -> None:
         """Close the open sample if it has had a step or an update by hand.
 
-        With `final` and without an optimizer, the last backward counts as an update by hand.
+        With `final` and without an optimizer, the last backward counts as an update by hand. With one, the loop has left
+        the last step out, perhaps because it has found NaN.
         """
         if self.counter is self._backward_rest and not self.parts.thread.is_another:
             self.end_counting()
@@ -364,7 +367,7 @@ class Sampler(Listener):
             self._close_update_by_hand()
             self._by_hand.settle()
         elif self._clock.backwards:
-            self._sample.leave_out_what_was_reset()
+            self._sample.leave_out_what_was_reset(is_last=final)
         elif final and self._by_hand.withholds:
             self._by_hand.proven = True
 

@@ -159,8 +159,15 @@ class Pipeline:
             if whole is not None and self._shards.split(whole.ranks):
                 self._whole = whole
         if sample.sample.left_out:
-            # With a merge over ranks the sample is dropped, because other ranks may not have it.
-            if self._parts.merges_ranks or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
+            if not (num_bad := np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]])):
+                return
+            if self._parts.merges_ranks:  # the sample is dropped, because other ranks may not have it
+                self._dispatcher.notice(
+                    "left out",
+                    f"the training loop left step {sample.sample.step} out: {num_bad:.0f} elements of the gradients on "
+                    "this rank were NaN or infinite. Such steps are not logged where ranks hold different parts of the "
+                    "model.",
+                )
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
         self._dispatcher.news.is_untraced |= sample.changed_without_a_trace
