@@ -170,7 +170,7 @@ def ddp(
     return report(watcher, sink)
 
 
-def in_step(rank: int, world: int, *, steps: int, average: str = "", clip: float = 0.0, kind: str = "") -> dict[str, Any]:
+def in_step(rank: int, world: int, *, steps: int, average: str = "", clip: float = 0.0, kind: str = "") -> Any:
     """An optimizer that averages over ranks and clips inside its own step, as Horovod's and detectron2's do.
 
     average: "in place", "replace", or "" for a model in DistributedDataParallel; kind: how it clips.

@@ -354,8 +354,8 @@ class Sampler(Listener):
     def end_sample(self, *, final: bool = False) -> None:
         """Close the open sample if it has had a step or an update by hand.
 
-        With `final` and without an optimizer, the last backward counts as an update by hand. With one, the loop has left
-        the last step out, perhaps because it has found NaN.
+        With `final` and without an optimizer, the last backward counts as an update by hand. With an optimizer, the
+        loop has left the last step out, perhaps because it has found NaN.
         """
         if self.counter is self._backward_rest and not self.parts.thread.is_another:
             self.end_counting()

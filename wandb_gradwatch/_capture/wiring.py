@@ -237,7 +237,7 @@ class Wiring:
             self._say_nothing_seen(
                 "the model is trained, but no gradient was seen: only gradients in .grad are measured, and "
                 "torch.autograd.grad() does not write there. Set parameter.grad before each update, and call "
-                "watcher.mark_step() after it.",
+                "watcher.mark_step() after it."
             )
 
     def stepped_elsewhere(self) -> bool:

@@ -159,8 +159,8 @@ class ForwardHooks:
                 continue
             hooked[name] = weakref.ref(module), handle
         if refused:
-            names, (error, *_) = listing(refused), refused.values()
-            logger.warning("wandb_gradwatch: %r leaves out %s, which refuse hooks (%s).", self._owner, names, error)
+            names, (reason, *_) = listing(refused), refused.values()
+            logger.warning("wandb_gradwatch: %r leaves out %s, which refuse hooks (%s).", self._owner, names, reason)
 
     def _ran(
         self, name: str, seen: SeenOutput, is_end: bool, module: nn.Module, args: Any, kwargs: Any, output: Any = None
