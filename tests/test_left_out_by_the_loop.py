@@ -124,3 +124,19 @@ def test_a_nan_that_the_loop_drops_before_a_step_is_counted_and_no_remedy_would_
     assert [norm for norm in snapshot.total_grad_norm if norm != 5] == [13] * (10 - len(bad))
     assert [(alert.title, alert.step) for alert in sink.alerts] == [("NaN gradient", min(bad) + 1)]
     assert "zero_grad" not in sink.alerts[0].text
+
+
+def test_finite_gradients_that_are_dropped_before_the_step_are_in_no_row_and_no_histogram():
+    model = Chosen(a=2, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, log_every=4, histogram_every=1)
+    for number in range(4):
+        optimizer.zero_grad()
+        model.loss(a=[3, 4], b=[12]).backward()
+        if number == 2:
+            optimizer.zero_grad()
+        optimizer.step()
+    watcher.remove()
+    snapshot = sink.merged()
+    assert snapshot.present.all(axis=1).tolist() == [True, True, False, True]
+    assert snapshot.histogram.sum() == 3 * 3

@@ -223,6 +223,8 @@ class OpenSample:
 
     def follow_update(self, optimizer: Optimizer, *, changes_gradients: bool) -> None:
         """Note the gradients with which a step begins, if it may change them unseen before it uses them."""
+        if not (changes_gradients or self._used.states):  # the usual case: torch's optimizers
+            return
         entries = self._parts.optimizers.entries(optimizer)
         self._used.forget([slot for slot, _ in entries])
         if changes_gradients:
@@ -234,6 +236,8 @@ class OpenSample:
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark as unknown what the step has received, where it has changed gradients unseen."""
+        if not self._used.states:
+            return
         parts, entries = self._parts, self._parts.optimizers.entries(optimizer)
         writes, here = self._used.writes(entries), {slot for slot, p in entries if p.grad is not None}
         self._used.clear()
