@@ -75,6 +75,12 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler.PATIENCE", None)
 
 
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which messages this process has said: each test finds the state of a process that begins."""
+    monkeypatch.setattr("wandb_gradwatch._runtime.notices.Notices.said_in_process", set())
+
+
 @pytest.fixture
 def loopback() -> Iterator[LoopbackServer]:
     """A W&B server on 127.0.0.1, which records what runs send (see `loopback.py`)."""

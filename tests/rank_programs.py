@@ -170,6 +170,54 @@ def ddp(
     return report(watcher, sink)
 
 
+def in_step(rank: int, world: int, *, steps: int, average: str = "", clip: float = 0.0, kind: str = "") -> Any:
+    """An optimizer that averages over ranks and clips inside its own step, as Horovod's and detectron2's do.
+
+    average: "in place", "replace", or "" for a model in DistributedDataParallel; kind: how it clips.
+    """
+    model = build()
+    train = model if average else nn.parallel.DistributedDataParallel(model)
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            gradients = [parameter.grad for parameter in model.parameters()]
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                if average == "replace":
+                    parameter.grad = gradient = gradient.clone()
+                if average:
+                    dist.all_reduce(gradient)
+                    gradient /= world
+            if kind == "by hand":
+                total = torch.stack([gradient.norm() for gradient in gradients]).norm()
+                for gradient in gradients:
+                    gradient *= clip / total
+            elif kind:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            super().step(closure)
+
+    optimizer = Own(model.parameters(), lr=LEARNING_RATE)
+    watcher, sink = watch(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(train, batch_of(rank, step)).backward()
+        optimizer.step()
+    return report(watcher, sink)
+
+
+def discards(rank: int, world: int) -> list[str]:
+    """A loop over shards that makes no step if a gradient is not finite; returns what this rank has said of it."""
+    messages, model = collect_warnings(), shard(build(), [world])
+    watcher, _ = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(4):
+        optimizer.zero_grad()
+        (loss_of(model, batch_of(rank, step)) * (float("nan") if step in (1, 2) else 1.0)).backward()
+        if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            optimizer.step()
+    watcher.remove()
+    return [message for message in messages if "left step" in message and "times in all" not in message]
+
+
 def fsdp2(
     rank: int,
     world: int,

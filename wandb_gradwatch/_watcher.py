@@ -83,7 +83,7 @@ class Watcher:
             self._sampler.start(name)
             # The watcher must not keep the model alive, and its hooks must not outlive the model.
             self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
-            self._dispatcher.before_runs_end(self.flush)
+            self._dispatcher.before_runs_end(self._run_ends)
             atexit.register(self._script_ends)
             WATCHERS.append(self)
         except BaseException:  # Ctrl-C, most likely: nobody will have a watcher to remove
@@ -224,9 +224,17 @@ class Watcher:
         self._flush_window(final=False)
         return self._pipeline.pop_unreturned()
 
+    @alone
+    def _run_ends(self) -> None:
+        if not self._removed:
+            self._boundary.run(self._sampler.run_ends)
+        self._flush_window(final=False)
+
     def _flush_window(self, *, final: bool) -> None:
         if not self._removed:
             self._sampler.end_sample(final=final)
+            if final:
+                self._boundary.run(self._sampler.run_ends)
             self._boundary.run(self._sampler.look_at_parameters)
             try:
                 self._deliver(wait=True)

@@ -4,6 +4,7 @@
     a backward has ended              BackwardHooks -> _backward_ended     measure every gradient that is present
     an optimizer is about to step     StepHooks     -> before_step         measure new and modified gradients
     all watchers have measured        StepHooks     -> guard_step          with a guard: apply or skip the step
+    the step delegates to another     StepHooks     -> before_inner_step   measure what the step has changed so far
     an optimizer has stepped          StepHooks     -> after_step          close the sample if it is complete
     a scaler unscales or skips        GradScalers   -> before_unscale, step_skipped
 
@@ -20,10 +21,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._guard.step_skipping import StepSkipping
-from .._runtime.autograd import Entry, backward_root, current_graph_task, num_nodes_made
+from .._runtime.autograd import backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import rank, rank_store, world_size
-from .._runtime.steps import STEP_HOOKS, Listener
+from .._runtime.steps import STEP_HOOKS, Listener, is_torchs
 from .._transfer.sample_buffer import SampleBuffer
 from .clock import Closed, SampleClock
 from .hooks import BackwardHooks
@@ -113,7 +114,9 @@ class Sampler(Listener):
     def _backward_begins(self, has_accumulated: bool) -> None:
         STEP_HOOKS.drop_raised()  # a step that raised must not keep the clock muted
         self.parts.thread.backward_begins()
-        if not self._clock.muted:
+        if self._clock.muted:
+            self._sample.forget_update()
+        else:
             is_outermost = not self._inside_backward  # re-entrant checkpoints begin further backwards inside it
             self._inside_backward = True
             if is_outermost:
@@ -230,8 +233,15 @@ class Sampler(Listener):
         self.parts.loss.settle()
         if self.parts.is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
+            self._sample.follow_update(optimizer, changes_gradients=not is_torchs(type(optimizer).step))
         self._sample.before_update(optimizer)
         self.parts.wiring.about_to_step(key)
+
+    @contained
+    def before_inner_step(self, optimizer: Optimizer, *, is_torchs: bool) -> None:
+        if self.parts.is_measured and self._joining is None:
+            self._sample.inspect_inner(optimizer)
+            self._sample.follow_update(optimizer, changes_gradients=not is_torchs)
 
     def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:
@@ -260,6 +270,8 @@ class Sampler(Listener):
             self._joining = None
             self._clock.join(key)
             return
+        if self.parts.is_measured:
+            self._sample.after_update(optimizer)
         if self.parts.probes.active:
             self._sample.tell_of_update(Probe.after_update, optimizer)
         self.parts.wiring.stepped(optimizer, key)
@@ -280,6 +292,7 @@ class Sampler(Listener):
                 self.parts.replay.step_skipped(self._clock.open_step)
             key = self.parts.optimizers.key(optimizer)
             self._commit(self._clock.step_begins(key))
+            self.parts.loss.settle()
             if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
                 self._clock.join(key)
             else:
@@ -321,21 +334,24 @@ class Sampler(Listener):
             return
         self.end_counting()
         self.parts.optimizer_found()
+        self.parts.loss.settle()
         self._sample.updated_by_hand(self.parts.registry.scan())
         self._commit(self._clock.update())
         if current_graph_task() == -1 and rest.begins_after(mark=True):
             self.counter = rest
 
-    def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
-        """Close the sample of an update by hand. The entries still have the gradients that the update has used."""
-        self._sample.updated_by_hand(entries)
+    def _close_update_by_hand(self) -> None:
+        """Close the sample of an inferred update. It may have used other tensors than `.grad`, as Keras' clipping."""
+        self._sample.is_inferred = not self._by_hand.inside_backward
+        self._sample.updated_by_hand(())
         self._by_hand.count()
         self._commit(self._clock.update())
 
     def end_sample(self, *, final: bool = False) -> None:
         """Close the open sample if it has had a step or an update by hand.
 
-        With `final` and without an optimizer, the last backward counts as an update by hand.
+        With `final` and without an optimizer, the last backward counts as an update by hand. With an optimizer, the
+        loop has left the last step out, perhaps because it has found NaN.
         """
         if self.counter is self._backward_rest and not self.parts.thread.is_another:
             self.end_counting()
@@ -344,12 +360,16 @@ class Sampler(Listener):
         elif self.parts.thread.is_another:
             return  # reading a gradient is not safe while the other thread may write to it or reset it
         elif self._by_hand.possible and self._clock.backwards and (final or self._by_hand.has_updated()):
-            self._close_update_by_hand(self.parts.registry.scan())
+            self._close_update_by_hand()
             self._by_hand.settle()
         elif self._clock.backwards:
-            self._sample.leave_out_what_was_reset()
+            self._sample.leave_out_what_was_reset(is_last=final)
         elif final and self._by_hand.withholds:
             self._by_hand.proven = True
+
+    def run_ends(self) -> None:
+        """Send messages that wait for more steps: the run or the watching ends."""
+        self.parts.wiring.run_ends()
 
     def look_at_parameters(self) -> None:
         """Alert if parameters hold NaN or Inf after steps that were not measured. Waits for the device."""

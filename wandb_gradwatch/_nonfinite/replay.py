@@ -67,8 +67,12 @@ class StepReplay:
         self._last_bad = -2  # the last bad step, so that each episode is replayed only once
         self._handles: list[RemovableHandle] = []
         for model in models:
-            self._handles.append(model.register_forward_pre_hook(TransientHook(self, self._began), with_kwargs=True))
-            self._handles.append(model.register_forward_hook(TransientHook(self, self._ended)))
+            try:
+                began = model.register_forward_pre_hook(TransientHook(self, self._began), with_kwargs=True)
+                self._handles += [began, model.register_forward_hook(TransientHook(self, self._ended))]
+            except RuntimeError as error:
+                name = type(model).__name__
+                notice("no replay", f"{name} refuses hooks ({error}): a bad step is not run again to find its cause")
 
     @property
     def is_open(self) -> bool:

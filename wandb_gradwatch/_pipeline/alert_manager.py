@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import numpy as np
+
 from .._interruptions import raise_interruption
 from ..rules import Alert, Rule
 from ..rules._base import Finding, Level, RuleFunction, as_rule, is_ordinary
 from ..snapshot import Snapshot
+from ..snapshot._shapes import select_samples
 
 _LOGGER: Final = logging.getLogger("wandb_gradwatch")
 _HOUR: Final = 3600.0
@@ -98,9 +101,13 @@ class AlertManager:
 
     def _find(self, snapshot: Snapshot) -> list[Alert]:
         findings: list[Alert] = []
+        updates = snapshot  # the samples of updates that were seen
+        if snapshot.inferred.any():
+            updates = select_samples(snapshot, np.flatnonzero(~snapshot.inferred))
         for candidate in tuple(self._everyday if is_ordinary(snapshot) else self._rules.values()):
+            seen = updates if getattr(candidate, "judges_updates", False) else snapshot
             try:
-                findings += list(candidate.check(snapshot))
+                findings += list(candidate.check(seen)) if len(seen) else []
             except Exception as error:  # an error in a rule must not reach the training loop
                 raise_interruption(error)
                 _LOGGER.exception("the rule %r raised and is dropped; the others go on", candidate)

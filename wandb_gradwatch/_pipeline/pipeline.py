@@ -159,8 +159,15 @@ class Pipeline:
             if whole is not None and self._shards.split(whole.ranks):
                 self._whole = whole
         if sample.sample.left_out:
-            # With a merge over ranks the sample is dropped, because other ranks may not have it.
-            if self._parts.merges_ranks or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
+            if not (num_bad := np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]])):
+                return
+            if self._parts.merges_ranks:  # the sample is dropped, because other ranks may not have it
+                self._dispatcher.notice(
+                    "left out",
+                    f"the training loop left step {sample.sample.step} out: {num_bad:.0f} elements of the gradients on "
+                    "this rank were NaN or infinite. Such steps are not logged where ranks hold different parts of the "
+                    "model.",
+                )
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
         self._dispatcher.news.is_untraced |= sample.changed_without_a_trace
@@ -220,9 +227,9 @@ class Pipeline:
     def _say_zeroed(self, step: int) -> None:
         self._rule_runner.alert_once(
             "No gradient",
-            "every gradient was already zero when the optimizer stepped, though the backward had computed them.\n"
-            "Probable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after step(), or "
-            "before backward().",
+            "every gradient was already None or zero when the optimizer stepped, though the backward had computed "
+            "them.\nProbable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after "
+            "step(), or before backward(); to drop a gradient on purpose, leave out step() as well.",
             step,
         )
 
@@ -318,7 +325,8 @@ def _drop_zeroed(arrived: ArrivedSample) -> bool:
     for slots in map(list, arrived.sample.updated):
         rows = rows_PC[slots]
         num_bad = np.nansum(np.add.reduce(rows[:, NONFINITE_COLUMNS], axis=1))
-        if arrived.skipped or num_bad or np.nansum(rows[:, Column.RECEIVED_SUM_SQ]) != 0:
+        received = rows[~np.isnan(rows[:, Column.NUM_ELEMENTS]), Column.RECEIVED_SUM_SQ]  # NaN where it is unknown
+        if arrived.skipped or num_bad or received.sum() != 0:
             continue
         if 0 < np.nansum(rows[:, Column.GRAD_SUM_SQ]) < _CLIPPED_TO_NOTHING**2:
             rows_PC[slots] = np.nan

@@ -1,18 +1,20 @@
 """Optimizer steps as events: one pair of global hooks that handles nested steps, closures and steps that raise.
 
 The hooks are registered only while a model is watched. They receive the steps of all optimizers; a listener is called
-for the optimizers that it follows, once per outermost step.
+for the optimizers that it follows, once per outermost step, and again before each step that it delegates to.
 """
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, Final, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -86,6 +88,12 @@ class Listener:
 
     def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         """Called after every listener's `before_step`: the gradients may be withheld from the optimizer now."""
+
+    def before_inner_step(self, optimizer: Optimizer, *, is_torchs: bool) -> None:
+        """Called inside a step, before a step that it delegates to: `super().step()`, or that of another optimizer.
+
+        `is_torchs`: the inner step is one of torch's own, which uses the gradients as they are now.
+        """
 
     def before_closure(self, optimizer: Optimizer) -> None:
         """Called before a step with a closure, whose present gradients are meaningless."""
@@ -162,6 +170,21 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
     return call
 
 
+def is_torchs(step: Callable[..., Any]) -> bool:
+    """Whether this is the `step` of one of torch's optimizers. They use the gradients that they get."""
+    return step.__module__.startswith("torch.optim.")
+
+
+def _inherited_steps(cls: type[Optimizer]) -> Iterator[tuple[type, FunctionType]]:
+    """Yield the base classes with a `step` of their own, to which the class's `step` may delegate."""
+    seen = {inspect.unwrap(cls.step)}  # torch copies an inherited step to the class, with its hooks
+    for base in cls.__mro__[1:]:
+        function = base.__dict__.get("step")
+        if base is not Optimizer and isinstance(function, FunctionType) and inspect.unwrap(function) not in seen:
+            seen.add(inspect.unwrap(function))
+            yield base, function
+
+
 @dataclass(eq=False)
 class _Step:
     """A running step, or one that raised, until the thread's next step or backward."""
@@ -170,14 +193,27 @@ class _Step:
     frame: FrameType  # of its call; not the frame's id, which may be reused as soon as the frame is freed
     inside_backward: bool
     listeners: list[Listener]
+    outer: list[tuple["_Step", Listener]]  # listeners for which this step is a part of another one
+    has_begun: bool = False
     is_muted: bool = False
     last_hook: RemovableHandle | None = None
 
     def begin(self) -> None:
+        """Tell the listeners; no-op if that is done: the hook that calls this also runs in `super().step()`."""
+        if self.has_begun:
+            return
+        self.has_begun = True
         for listener in self.listeners:
             listener.before_step(self.optimizer, inside_backward=self.inside_backward)
         for listener in self.listeners:
             listener.guard_step(self.optimizer, inside_backward=self.inside_backward)
+        self.delegate(type(self.optimizer).step, self.outer)
+
+    def delegate(self, function: Callable[..., Any], told: Iterable[tuple["_Step", Listener]]) -> None:
+        """Tell listeners that the steps which they follow delegate to this function, unless these are yet to begin."""
+        for step, listener in told:
+            if step.has_begun:  # otherwise a closure has yet to compute the gradients
+                listener.before_inner_step(self.optimizer, is_torchs=is_torchs(function))
 
 
 class _Stack(threading.local):
@@ -208,6 +244,9 @@ class StepHooks(Listeners):
         self._stack = _Stack()
         self._under_way: set[weakref.ref[_Step]] = set()  # the running steps of all threads
         self._quick: QuickCount | None = None
+        # The classes whose `step` is wrapped, because subclasses call it as super().step(): torch calls the hooks there
+        # only if an optimizer of the class itself was made.
+        self._wrapped: dict[type, tuple[FunctionType, Callable[..., Any]]] = {}
 
     def unsubscribe(self, listener: Listener) -> None:
         self._quick = None  # it may be this listener's
@@ -221,6 +260,10 @@ class StepHooks(Listeners):
             ]
 
     def _uninstall(self) -> None:
+        while self._wrapped:
+            cls, (original, wrapper) = self._wrapped.popitem()
+            if cls.__dict__.get("step") is wrapper:  # otherwise torch has wrapped it too
+                cls.step = original  # type: ignore[attr-defined]
         # Running steps must be ended. Also, torch iterates over its global hooks while any thread steps, and raises if
         # the hooks change meanwhile. If other hooks exist, ours therefore stay, doing nothing, until a later call.
         are_alone = len(_global_optimizer_pre_hooks) == len(_global_optimizer_post_hooks) == 1
@@ -254,20 +297,21 @@ class StepHooks(Listeners):
             return None
         frame = sys._getframe(1 + ADDED_FRAMES)
         self.drop_raised(frame)
+        within: list[tuple[_Step, Listener]] = []
         for outer in self._stack.steps:
-            listeners = [
-                listener
-                for listener in listeners
-                if listener not in outer.listeners or not listener.is_part_of(optimizer, outer.optimizer)
-            ]
-        step = _Step(optimizer, frame, current_graph_task() != -1, listeners)
+            parts = [one for one in listeners if one in outer.listeners and one.is_part_of(optimizer, outer.optimizer)]
+            listeners = [listener for listener in listeners if listener not in parts]
+            if outer.optimizer is not optimizer:  # its super().step() is wrapped
+                within += [(outer, listener) for listener in parts]
+        self._wrap_inherited_steps(type(optimizer))
+        step = _Step(optimizer, frame, current_graph_task() != -1, listeners, within)
         self._stack.steps.append(step)
         self._under_way.add(weakref.ref(step, self._under_way.discard))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if not callable(closure):
             # torch runs the global hooks first. The optimizer's own hooks and later global hooks may also change the
             # gradients before the step (clip, reduce): a hook that is registered now runs after all of them.
-            if listeners and self._others_follow(optimizer):
+            if (listeners or within) and self._others_follow(optimizer):
                 step.last_hook = optimizer.register_step_pre_hook(lambda *_: step.begin())
             else:
                 step.begin()
@@ -300,6 +344,28 @@ class StepHooks(Listeners):
             self._end(step)
             if step.optimizer is optimizer:
                 break
+
+    def _wrap_inherited_steps(self, cls: type[Optimizer]) -> None:
+        for base, function in _inherited_steps(cls):
+            if base not in self._wrapped:
+                wrapper = self._wrapper_of(function)
+                self._wrapped[base] = function, wrapper
+                base.step = wrapper  # type: ignore[attr-defined]
+
+    def _wrapper_of(self, function: FunctionType) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self._delegates(optimizer, function)
+            return function(optimizer, *args, **kwargs)
+
+        return step
+
+    @dynamo_disabled
+    def _delegates(self, optimizer: Optimizer, function: FunctionType) -> None:
+        """Tell the listeners of this optimizer's running steps that it calls an inherited `step`."""
+        for step in [one for one in self._stack.steps if one.optimizer is optimizer]:
+            step.delegate(function, [*((step, listener) for listener in step.listeners), *step.outer])
 
     def count_quickly(self, optimizer: Optimizer, clock: Any, *, until: float) -> QuickCount | None:
         """Count steps of this optimizer in `clock.step` from now on, up to `until`; None with several listeners."""

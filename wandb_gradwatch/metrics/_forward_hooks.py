@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._analysis.formatting import listing
 from .._capture.parameter_registry import NameFilter, name_predicate
+from .._interruptions import raise_interruption
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.sharding import has_fsdp1
@@ -132,6 +134,7 @@ class ForwardHooks:
         self.models = models
         self.boundary = ErrorBoundary(self._failed)
         self._owner, self._on_logged, self._when = owner, on_logged, when
+        self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that cannot be hooked
         self._hooked: dict[At, dict[str, tuple[weakref.ref[nn.Module], RemovableHandle]]] = {}  # by name
 
     def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput) -> None:
@@ -148,15 +151,26 @@ class ForwardHooks:
         """Hook these modules at this place, and no others.
 
         "any end" also runs after a forward that raised; its hook gets None as the output, like one at the "beginning".
+        Modules that refuse hooks, as those of TorchScript do, are left out, which is said once.
         """
         hooked = self._hooked.setdefault(at, {})
         for name in [name for name, (module, _) in hooked.items() if module() is not wanted.get(name)]:
             hooked.pop(name)[1].remove()  # the module was removed or moved, for instance into a wrapper
-        for name in [name for name in wanted if name not in hooked]:
+        refused: dict[str, Exception] = {}
+        for name in [name for name in wanted if name not in hooked and wanted[name] not in self._refused]:
             module, hook = wanted[name], TransientHook(self, partial(self._ran, name, seen, at == "end"))
             register: Any = module.register_forward_hook if at != "beginning" else module.register_forward_pre_hook
-            handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
+            try:
+                handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
+            except Exception as error:
+                raise_interruption(error)
+                self._refused.add(module)
+                refused[name] = error
+                continue
             hooked[name] = weakref.ref(module), handle
+        if refused:
+            names, (reason, *_) = listing(refused), refused.values()
+            logger.warning("wandb_gradwatch: %r leaves out %s, which refuse hooks (%s).", self._owner, names, reason)
 
     def _ran(
         self, name: str, seen: SeenOutput, is_end: bool, module: nn.Module, args: Any, kwargs: Any, output: Any = None

@@ -111,6 +111,9 @@ class ShippedRule(Remembers):
     bounds: ClassVar[Bounds] = {}  # the smallest and the largest value of each limit
     may_be_none: ClassVar[frozenset[str]] = frozenset()  # the names of limits that None switches off
     is_for_rare_samples: ClassVar[bool] = False
+    # Whether it judges what updates do over several samples. It does not get samples whose update is only inferred: in
+    # a line search they are trial points.
+    judges_updates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, (least, largest) in self.bounds.items():

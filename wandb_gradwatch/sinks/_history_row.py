@@ -45,7 +45,9 @@ _FINITE_EDGES: Final = np.nan_to_num(histogram_edges())  # of the snapshot's bin
 
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
 # Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
-_OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE)
+_OF_SAMPLES: Final = (
+    *(keys.GUARDED, keys.LEFT_OUT, keys.INFERRED, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE),
+)
 
 
 class Rebinner:
