@@ -23,7 +23,7 @@ class HistogramPicture extends Frame {
     Object.assign(this, { item, signed });
     this.data = histogramOf(item, this.source.bins);
     const { low, high } = this.data;
-    this.setColumns(this.data.steps, this.data.steps);
+    Object.assign(this, { measured: run.measured, steps: this.data.steps, last: this.data.steps });
     this.reach = Array.from(low, (one, column) => Math.max(Math.abs(one), Math.abs(high[column])));
     // The size below which a column does not distinguish sizes: the limit of the bin around zero.
     this.finest = Array.from(low, (one, column) => {
@@ -108,22 +108,17 @@ class HistogramPicture extends Frame {
     const anchors = gradient("density");
     const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
     const empty = packHex(colour("missing"));
-    pixels.fill(empty);
-    const spans = this.columnSpans(width);
-    let [painted, rows, resolved] = [-1, [], 0];
-    for (let x = 0; x < width; x++) {
-      if (spans.to[x] <= spans.from[x]) continue;
-      const column = spans.to[x] - 1;
-      if (column !== painted) {
-        const shares = this.profile(column, height);
-        resolved = this.firstUnresolved(column, height);
-        // Relative to the fullest row of the same column: bins are wider, and hold more, when the gradient is larger.
-        const most = shares.slice(0, resolved).reduce((largest, share) => Math.max(largest, share), 0) || 1;
-        rows = shares.map((share) => shades[Math.min(255, Math.round(255 * Math.sqrt(share / most)))]);
-        painted = column;
+    this.eachStep(this.last, width, 8, (column, left, right) => {
+      if (left === right) return;
+      const shares = this.profile(column, height);
+      const resolved = this.firstUnresolved(column, height);
+      // Relative to the fullest row of the same column: bins are wider, and hold more, when the gradient is larger.
+      const most = shares.slice(0, resolved).reduce((largest, share) => Math.max(largest, share), 0) || 1;
+      for (let y = 0; y < height; y++) {
+        const shade = y < resolved ? shades[Math.min(255, Math.round(255 * Math.sqrt(shares[y] / most)))] : empty;
+        pixels.fill(shade, y * width + left, y * width + right);
       }
-      for (let y = 0; y < resolved; y++) pixels[y * width + x] = rows[y];
-    }
+    });
   }
 
   labels(context, box) {
@@ -145,7 +140,9 @@ class HistogramPicture extends Frame {
       context.beginPath();
       let before = false;
       this.percentiles[index].forEach((value, column) => {
-        if (value > 0) context[before ? "lineTo" : "moveTo"](this.xOf(this.last[column]), this.yOf(Math.log10(value), box));
+        const [x, y, isJoined] = [this.xOf(this.last[column]), this.yOf(Math.log10(value), box), this.measured.joins(this.last[column - 1], this.last[column])];
+        if (value > 0) context[before && isJoined ? "lineTo" : "moveTo"](x, y);
+        if (value > 0 && !isJoined) context.lineTo(x + 4, y), context.moveTo(x, y);
         before = value > 0;
       });
       // A line that is visible on any colour: the text colour, surrounded by the card's colour.
