@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
@@ -17,6 +18,7 @@ from .packing import pool, pool_steps
 
 # R rows of the run, W pooled rows, C columns of the picture, P names
 
+_ROUNDING: Final = 1e-5  # relative; logged numbers may be rounded
 OF_WINDOW: Final = frozenset({keys.LAYER_GRAD_NORM_MAX, keys.LAYER_NUM_NONFINITE})
 # By metric: the columns of the flight recorder's table whose sum it is.
 _RECORDED: Final = {
@@ -33,8 +35,9 @@ class Columns:
     first: IntArray  # [C]
     last: IntArray  # [C]
     row_of: IntArray  # [C] the pooled row that the interval belongs to; -1: only the flight recorder has it
-    ends_row: np.ndarray  # [C] whether the pooled row's last step is in the interval
-    recorded: np.ndarray  # [C] whether the interval is a step of the flight recorder
+    recorded: npt.NDArray[np.bool_]  # [C] whether the interval is a step of the flight recorder
+    is_whole: npt.NDArray[np.bool_]  # [C] whether it is the row's window, undivided
+    ends_row: npt.NDArray[np.bool_]  # [C] whether it has the row's last step
 
 
 def window_starts(history: RunHistory, width: int) -> IntArray:
@@ -57,7 +60,9 @@ def columns_of(history: RunHistory, width: int, recorded: Sequence[int] = ()) ->
     row = np.where(in_row, row, -1)
     last = np.where(in_row, ends[row], first)
     last = np.where(is_recorded, first, np.minimum(last, np.append(first[1:] - 1, last[-1:])))
-    return Columns(first, last, row, in_row & (last == ends[row]), is_recorded)
+    ends_row = in_row & (last == ends[row])
+    is_whole = ends_row & (first == begins[row]) & ~is_recorded
+    return Columns(first, last, row, is_recorded, is_whole, ends_row)
 
 
 def recorded_values(table: RecordedTable, steps: Sequence[int]) -> Mapping[str, Mapping[str, FloatArray]]:
@@ -77,10 +82,19 @@ def recorded_values(table: RecordedTable, steps: Sequence[int]) -> Mapping[str, 
 
 
 def spread(metric: str, values_R: FloatArray, columns: Columns, width: int, recorded: FloatArray | None) -> FloatArray:
-    """One name's values of a metric in each column: [C]; NaN where the run holds none."""
-    values = np.append(pool(values_R, width, metric), np.nan)[columns.row_of]
+    """One name's values of a metric in each column: [C]; NaN where the run holds none.
+
+    The rest of a window that the flight recorder divides has the window's value only if the recorder has it not.
+    """
+    rows = np.append(pool(values_R, width, metric), np.nan)
     if metric not in OF_WINDOW:
-        values = np.where(columns.ends_row, values, np.nan)
+        values = np.where(columns.ends_row, rows[columns.row_of], np.nan)
+    elif recorded is None:
+        values = rows[columns.row_of]
+    else:
+        seen = np.full(len(rows), -np.inf)
+        np.fmax.at(seen, columns.row_of[columns.recorded], recorded)
+        values = np.where(seen < rows * (1 - _ROUNDING), rows, np.nan)[columns.row_of]
     if recorded is not None:
         values[columns.recorded] = recorded
     return np.asarray(values)

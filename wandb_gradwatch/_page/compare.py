@@ -213,7 +213,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
         "run": {"id": "+".join(one.run_id for one in histories), "name": " and ".join(lettered)},
         "notes": [f"{letter}: {note}" for letter, history in lettered.items() for note in history.notes],
         "alerts": [],
-        "steps": sorted({step for one in histories for step in (*one.steps[:1].tolist(), *one.steps[-1:].tolist())}),
+        "steps": sorted({step for one in histories for step in one.samples.steps[[0, -1]].tolist() if len(one.steps)}),
         "axes": [],  # other axes, such as time, differ between runs
         "own": {"axes": [], "items": []},
         "grids": [{"key": "layer", "names": [], "columns": [[], []], "pooled": 1, "metrics": []}],
@@ -282,6 +282,4 @@ def _strips(histories: Sequence[RunHistory], blob: Blob) -> list[dict[str, Any]]
     norms = [OwnSeries(one.steps.astype(float), one.norms) for one in samples]
     shared = sorted(set.intersection(*(set(history.own) for history in histories)), key=by_role)[:_OWN_STRIPS]
     of_model = strip("gradient norm", "norm", norms)
-    for line, one in zip(of_model["lines"], histories, strict=True):
-        line["measured"] = pack_measured(one.samples, one.measured, blob, most=1)
     return [of_model, *(strip(key, own_role(key), [history.own[key] for history in histories]) for key in shared)]

@@ -123,10 +123,12 @@ class RunHistory:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps from the first that was measured to the end of the user's longest series."""
-        longest = max(self.own.values(), key=lambda series: len(series.steps), default=None)
-        ends = [*self.samples.steps[-1:].tolist(), *([] if longest is None else longest.steps[-1:].tolist())]
-        return round(max(ends)) - int(self.samples.steps[0]) + 1 if len(self.samples.steps) else 0
+        """The number of steps from the first to the last one of the samples and of the user's longest series."""
+        if not len(self.steps):
+            return 0
+        longest = max((series.steps for series in self.own.values()), key=len, default=self.samples.steps)
+        known = [ends for steps in (self.samples.steps, longest) for ends in steps[[0, -1]].tolist()]
+        return round(max(known)) - round(min(known)) + 1
 
     @cached_property
     def recorded_steps(self) -> list[int]:

@@ -196,14 +196,19 @@ def _number_of(value: object) -> float:
 
 
 def thinned_samples(samples: Samples, most: int) -> Samples:
-    """Return at most `most` samples: of neighbours, the one with the most bad elements, then with the largest norm."""
-    width = pool_width(len(samples.steps), most)
-    if width == 1:
+    """Return at most `most` samples: of neighbours, the one with the most bad elements, then with the largest norm.
+
+    Neighbours are those in 2, 4, 8, ... steps, as in a row of many samples.
+    """
+    if len(samples.steps) <= most:
         return samples
+    block = samples.steps
+    while np.count_nonzero(np.diff(block)) >= most:
+        block = block // 2
     order = np.lexsort((np.nan_to_num(samples.norms, nan=np.inf), samples.num_bad))
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    starts = np.arange(0, len(rank), width)
+    starts = np.flatnonzero(np.append(True, np.diff(block)))
     kept = order[np.maximum.reduceat(rank, starts)]
     return Samples(samples.steps[kept], samples.norms[kept], samples.num_bad[kept])
 

@@ -182,7 +182,7 @@ def _grid(
     return {
         "key": key,
         "names": history.spelled(found),
-        "columns": [columns.first.tolist(), columns.last.tolist(), columns.ends_row.tolist()],
+        "columns": [columns.first.tolist(), columns.last.tolist(), columns.is_whole.tolist()],
         "pooled": width,
         "metrics": metrics,
     }

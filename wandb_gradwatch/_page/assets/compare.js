@@ -31,11 +31,7 @@ function stripsCard() {
     const lines = strip.lines.map(({ xs, offset }) => [xs, Array.from(float32At(offset, xs.length))]);
     // The joined column is undefined if one run has no value at another's step; lines continue across it.
     const [xs, ...columns] = uPlot.join(lines);
-    const joinsOf = ({ measured }) => {
-      const known = measured && new Measured(measured);
-      return (from, to) => !known || known.joins(from, to);
-    };
-    const series = columns.map((values, index) => ({ label: content.runs[index].letter, values, colour: lineColour(index), width: 1.5, marksNonFinite: true, joins: joinsOf(strip.lines[index]) }));
+    const series = columns.map((values, index) => ({ label: content.runs[index].letter, values, colour: lineColour(index), width: 1.5, marksNonFinite: true, joins: strip.role === "norm" ? isNext : undefined }));
     const host = element("div", { class: "chart" });
     picture.append(element("p", { class: "caption" }, strip.label), host);
     queue(() => new LineChart(host, { label: strip.label, xs, series, measured: null, log: strip.role === "norm" || columns.some(spansDecades), height: strip.role === "rate" ? 120 : 200 }));

@@ -21,17 +21,12 @@ const float32At = (offset, count) => new Float32Array(arrays.slice(offset, offse
 const float64At = (offset, count) => new Float64Array(arrays.slice(offset, offset + 8 * count).buffer);
 
 // What was measured: the samples, with the norm and the NaN and Inf elements of each, and the intervals of steps of which
-// every one was measured. Only within an interval do lines connect; nothing is drawn between two.
+// every one was measured; nothing is drawn between two intervals.
 class Measured {
   constructor({ count, steps, norms, bad, numIntervals, firsts, lasts }) {
     this.steps = float64At(steps, count);
     [this.norms, this.bad] = [norms, bad].map((offset) => float32At(offset, count));
     [this.firsts, this.lasts] = [firsts, lasts].map((offset) => float64At(offset, numIntervals));
-  }
-
-  joins(from, to) {
-    const place = lastAtMost(this.firsts, from);
-    return place >= 0 && to <= this.lasts[place];
   }
 
   // The place of a sample by its step; undefined if the step is not listed.
@@ -86,13 +81,20 @@ class Matrix {
     return Array.from({ length: this.numColumns }, (_, column) => this.at(name, column));
   }
 
-  // The largest code that a sample can have. A layer's norm is at most the model's, so the window's largest norm was
-  // only at samples with at least this norm; NaN and Inf were only at samples that have any.
+  // The largest code that a sample can have: a layer's norm is at most the model's; NaN and Inf were only at samples that
+  // have any.
   limitAt(measured, place) {
     if (this.key === "num_nonfinite") return measured.bad[place] > 0 ? CODE_INFINITE : CODE_ZERO;
     const norm = measured.norms[place];
     if (this.key !== "grad_norm_max" || !content.isOneModel || !Number.isFinite(norm)) return CODE_INFINITE;
-    return CODE_FIRST + Math.ceil((Math.log10(norm) - this.start) / this.step) + 1;
+    return CODE_FIRST + Math.ceil((Math.log10(norm) - this.start) / this.step);
+  }
+
+  // The code to show for a window's largest value at a sample with this limit: CODE_MISSING where it says too little,
+  // because the sample's value is below half of the largest.
+  within(code, limit) {
+    if (code <= limit || this.key === "num_nonfinite") return Math.min(code, limit);
+    return code - limit <= Math.log10(2) / this.step ? limit : CODE_MISSING;
   }
 }
 
@@ -121,7 +123,7 @@ const AT_FIRST = 5; // names that are chosen initially
 class Grid {
   constructor({ key, names, columns, pooled, metrics }, measured = run.measured) {
     Object.assign(this, { key, names, pooled, measured });
-    [this.first, this.last, this.endsRow] = columns;
+    [this.first, this.last, this.isWhole] = columns;
     this.matrices = new Map(metrics.map((metric) => [metric.key, new Matrix(metric, names.length, this.last.length, meaningIn(key, metric.key))]));
     const before = viewOfAddress().grids?.[key] ?? {};
     this.isTouched = Array.isArray(before.chosen);
@@ -177,12 +179,11 @@ class Grid {
 
   // Return a name's values at these steps: undefined where the run does not keep one.
   valuesOf(name, matrix = this.matrix()) {
-    if (!matrix.ofWindow) return matrix.line(name).map((value, column) => (Number.isNaN(value) && !this.endsRow[column] ? undefined : value));
+    if (!matrix.ofWindow) return matrix.line(name).map((value, column) => (Number.isNaN(value) && !this.isWhole[column] ? undefined : value));
     return Array.from(this.measured.steps, (step, place) => {
       const column = this.columnOf(step);
       const code = column < 0 ? CODE_MISSING : matrix.codes[name * matrix.numColumns + column];
-      if (code <= matrix.limitAt(this.measured, place)) return matrix.valueOf(code);
-      return matrix.key === "num_nonfinite" ? 0 : null;
+      return matrix.valueOf(matrix.within(code, matrix.limitAt(this.measured, place)));
     });
   }
 

@@ -61,7 +61,7 @@ function gridCard(grid, { more = [], hints, then = () => {} }) {
 }
 
 function layersCard() {
-  return gridCard(run.layers, { hints: ["Drag to zoom, double-click to reset. Click a row to add it to the lines below."] });
+  return gridCard(run.layers, { hints: ["Blank: measured, but the run keeps no value of the layer for the step. Drag to zoom, double-click to reset. Click a row to add it to the lines below."] });
 }
 
 // The lines of chosen layers, beside the tree of all layers.

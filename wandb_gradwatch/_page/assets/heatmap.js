@@ -66,7 +66,7 @@ class Heatmap extends Frame {
   samplesAcross(width) {
     const { grid, matrix, measured } = this;
     const [from, to, limit, isBad] = [new Int32Array(width).fill(this.last.length), new Int32Array(width), new Float64Array(width).fill(-Infinity), new Uint8Array(width)];
-    this.eachStep(grid.xs, width, 3, (index, left, right) => {
+    this.eachStep(grid.xs, width, 5, (index, left, right) => {
       const step = grid.xs[index];
       const [column, place] = matrix.ofWindow ? [grid.columnOf(step), index] : [index, measured.placeOf(step)];
       if (column < 0) return;
@@ -83,12 +83,11 @@ class Heatmap extends Frame {
 
   paint(pixels, width, height) {
     const { from: begin, to: end, limit, isBad } = this.samplesAcross(width);
-    const { codes: raw, ofWindow } = this.matrix;
+    const { matrix } = this;
     const { codes } = this.painted;
     const [top, bottom] = this.visible;
     const columns = this.grid.last.length;
-    const isCount = this.grid.bad() === this.matrix;
-    const bad = isCount ? null : this.grid.bad()?.codes;
+    const bad = this.grid.bad() === matrix ? null : this.grid.bad()?.codes;
     for (let y = 0; y < height; y++) {
       const from = top + Math.floor((y * (bottom - top)) / height);
       const to = Math.max(from + 1, top + Math.floor(((y + 1) * (bottom - top)) / height));
@@ -99,8 +98,12 @@ class Heatmap extends Frame {
           for (let column = begin[x]; column < end[x]; column++) {
             const cell = base + column;
             if (isBad[x] && bad?.[cell] > CODE_ZERO) winner = CODE_INFINITE;
-            else if (raw[cell] > limit[x]) winner = isCount ? Math.max(winner, CODE_ZERO) : winner;
-            else if (raw[cell] !== CODE_MISSING || ofWindow || this.grid.endsRow[column]) winner = Math.max(winner, codes[cell]);
+            else {
+              const raw = matrix.codes[cell];
+              const shown = matrix.within(raw, limit[x]);
+              if (shown > CODE_MISSING) winner = Math.max(winner, shown > CODE_ZERO ? codes[cell] + shown - raw : shown);
+              else if (raw === CODE_MISSING && this.grid.isWhole[column]) winner = Math.max(winner, CODE_MISSING);
+            }
           }
         }
         if (winner >= 0) pixels[y * width + x] = this.palette[winner];
@@ -155,9 +158,10 @@ class Heatmap extends Frame {
     const count = lastAtMost(measured.steps, last) - lastAtMost(measured.steps, first - 1);
     const span = isWindow ? `${stepText(step)} of steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}, ${count.toLocaleString("en-US")} measured` : stepText(step);
     const value = matrix.at(name, column);
-    const text = Number.isNaN(value) ? "missing" : matrix.meaning.format(value);
+    const text = Number.isNaN(value) ? (grid.isWhole[column] ? "missing" : "not kept") : matrix.meaning.format(value);
     const lines = [grid.names[name], span, matrix.meaning.long + ": " + text];
-    if (isWindow && place !== undefined && matrix.codes[name * matrix.numColumns + column] > matrix.limitAt(measured, place)) lines.push("it was at another of these steps");
+    const limit = isWindow && place !== undefined ? matrix.limitAt(measured, place) : CODE_INFINITE;
+    if (matrix.codes[name * matrix.numColumns + column] > limit) lines.push(`at this step at most ${matrix.meaning.format(matrix.valueOf(limit))}`);
     else if (this.painted !== matrix && value > 0) lines.push(`${formatNumber(this.painted.at(name, column))} times the layer's usual`);
     const bad = place !== undefined && measured.bad[place] > 0 ? (grid.bad()?.at(name, column) ?? NaN) : NaN;
     if (bad > 0 && this.matrix.key !== "num_nonfinite") lines.push(formatNumber(Math.round(bad)) + " NaN or Inf elements; the value is of the finite rest");

@@ -2,6 +2,7 @@
 
 const CHART_FONT = '11px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 // uPlot draws an axis only if it finds the distance of its ticks in a list.
+const isNext = (from, to) => to - from === 1; // otherwise, what lies between is not known
 const ALL_SIZES = Array.from({ length: 620 }, (_, index) => Number(`1e${index - 311}`));
 
 class LineChart extends Picture {
@@ -48,7 +49,7 @@ class LineChart extends Picture {
     this.top = this.log ? usefulTop(series) : Infinity;
     // A bar of height zero would be drawn as a dash on the axis.
     this.data = [this.xs, ...series.map((one) => drawable(one.values, this.log || one.kind === "bars"))];
-    this.parts = series.map((one, index) => this.partsOf(this.data[index + 1], one.joins ?? ((from, to) => this.measured === null || this.measured.joins(from, to))));
+    this.parts = series.map((one, index) => this.partsOf(this.data[index + 1], one.joins ?? (this.measured ? isNext : () => true)));
     const isEmpty = this.data.slice(1).every((values) => values.every((value) => value === null));
     this.empty.hidden = !(this.log && series.length && isEmpty);
     this.buildLegend();
@@ -201,7 +202,7 @@ class LineChart extends Picture {
     if (one.kind !== undefined) return { label: one.label, stroke, paths: () => null, points: { show: false } };
     const inView = () => gaps.filter(([from, to]) => to > view.range[0] && from < view.range[1]);
     const positions = (plot) => inView().map((ends) => ends.map((step) => clamp(plot.valToPos(step, "x", true), plot.bbox.left - 1e4, plot.bbox.left + plot.bbox.width + 1e4)));
-    const points = { size: 4, fill: stroke, filter: (plot, series, show) => (show || !alone.length ? null : alone) };
+    const points = { size: one.size ?? 5, fill: stroke, filter: (plot, series, show) => (show || !alone.length ? null : alone) };
     return { label: one.label, stroke, width: one.width ?? 1.75, dash: one.dash, gaps: positions, points };
   }
 

@@ -120,7 +120,7 @@ function normCard() {
   const received = content.globals["gradwatch/grad_norm_clipped"];
   const [xs, ...lines] = uPlot.join([[run.measured.steps, run.measured.norms], [content.steps, received ?? content.steps]].map((line) => line.map((values) => Array.from(values))));
   const norms = has("grad_norm") || has("grad_norm_max") ? [{ label: "before clipping", values: lines[0], colour: lineColour(0), width: 2 }] : [];
-  if (received) norms.push({ label: "received by the optimizer", values: lines[1], colour: lineColour(2) });
+  if (received) norms.push({ label: "received by the optimizer", values: lines[1], colour: lineColour(2), size: 3 });
   // A loss that the user logs is drawn above, at every row that has it.
   const loss = run.own.some((one) => one.role === "loss") ? [] : globalSeries("loss", "loss", 0);
   return chartCard("norm", [

@@ -31,7 +31,7 @@ function drawStale(wanted = near) {
 
 // Hatch the gaps between measured steps. `box` is in device pixels; points at both ends stay free.
 function drawGaps(context, box, positionOf, measured) {
-  const [size, free] = [Math.round(7 * devicePixelRatio), 2 * devicePixelRatio];
+  const [size, free] = [Math.round(7 * devicePixelRatio), 3 * devicePixelRatio];
   const tile = element("canvas", { width: size, height: size });
   const line = tile.getContext("2d");
   Object.assign(line, { strokeStyle: colour("hatch"), lineWidth: devicePixelRatio });

@@ -85,9 +85,19 @@ class HistogramPicture extends Frame {
     return { height: 320, left: AXIS_WIDTH, side: width < 600 ? 70 : 130 };
   }
 
-  // Return the shares of the elements in `rows` equal parts of the axis, from the top.
+  // Return the shares of the elements in `rows` equal parts of the axis, from the top. The elements were counted in two
+  // bins per octave, in each of which the shares are even.
   profile(column, rows, signs) {
     const [bottom, top] = this.limits;
+    if (!this.signed) {
+      return Array.from({ length: rows }, (_, row) => {
+        const octaves = (top - ((row + 0.5) / rows) * (top - bottom)) * Math.log2(10);
+        const [whole, half] = [Math.floor(octaves), Math.log2(1.5)];
+        const [low, high] = octaves - whole < half ? [whole, whole + half] : [whole + half, whole + 1];
+        const [from, to] = [low, high].map((edge) => edge * Math.log10(2));
+        return ((this.below(column, to, signs) - this.below(column, from, signs)) * (top - bottom)) / (rows * (to - from));
+      });
+    }
     const edges = Array.from({ length: rows + 1 }, (_, row) => this.below(column, top - (row / rows) * (top - bottom), signs));
     return edges.slice(0, -1).map((edge, row) => Math.max(0, edge - edges[row + 1]));
   }
@@ -140,9 +150,9 @@ class HistogramPicture extends Frame {
       context.beginPath();
       let before = false;
       this.percentiles[index].forEach((value, column) => {
-        const [x, y, isJoined] = [this.xOf(this.last[column]), this.yOf(Math.log10(value), box), this.measured.joins(this.last[column - 1], this.last[column])];
+        const [x, y, isJoined] = [this.xOf(this.last[column]), this.yOf(Math.log10(value), box), this.last[column] - this.last[column - 1] === 1];
         if (value > 0) context[before && isJoined ? "lineTo" : "moveTo"](x, y);
-        if (value > 0 && !isJoined) context.lineTo(x + 4, y), context.moveTo(x, y);
+        if (value > 0 && !isJoined) context.moveTo(x - 5, y), context.lineTo(x + 5, y), context.moveTo(x, y);
         before = value > 0;
       });
       // A line that is visible on any colour: the text colour, surrounded by the card's colour.
