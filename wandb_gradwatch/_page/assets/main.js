@@ -160,7 +160,7 @@ function smallCards() {
   const withheld = { ...skipped, title: "Withheld steps", none: null, series: isAbove0("num_guarded_steps") ? bars("num_guarded_steps", "withheld by the guard", 1) : [] };
   const sizes = [
     ...globalSeries("grad_abs_max", "largest", 1, { width: 1.25, dash: [4, 3] }),
-    ...globalSeries("grad_abs_p99", "99th percentile", 5, { width: 1, fillTo: "1st percentile" }),
+    ...globalSeries("grad_abs_p99", "99th percentile", 5, { width: 1 }),
     ...globalSeries("grad_abs_p50", "median", 0, { width: 2 }),
     ...globalSeries("grad_abs_p01", "1st percentile", 5, { width: 1 }),
   ];
@@ -260,7 +260,7 @@ function build() {
 
 function footer() {
   const pooled = content.pooledPoints > 1 ? ` Each point of a line is the largest of ${content.pooledPoints} rows.` : "";
-  return element("footer", {}, element("p", {}, `Norms are those of the finite elements, before clipping unless a title says otherwise; a gap means that the value is missing, not that it is zero.${pooled} Read from ${content.run.file} by wandb_gradwatch. Lines: uPlot (MIT).`));
+  return element("footer", {}, element("p", {}, `Norms are those of the finite elements, before clipping unless a title says otherwise; a gap means that the value is missing or was not kept, not that it is zero; hatched steps were not measured.${pooled} Read from ${content.run.file} by wandb_gradwatch. Lines: uPlot (MIT).`));
 }
 
 // If drawing fails, the page shows the error instead of staying blank; tests read data-state.
