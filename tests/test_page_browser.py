@@ -662,7 +662,7 @@ def test_swatches_and_sparklines_change_with_the_theme(show: Opener, history: Ru
     page.locator("#theme").click()
     # --line-0 of the norm, and --accent, in either theme.
     assert light == ["rgb(11, 110, 117)"] * 2
-    assert [page.evaluate(one) for one in shown] == ["rgb(79, 195, 199)"] * 2
+    assert [page.evaluate(one) for one in shown] == ["rgb(69, 196, 201)", "rgb(79, 195, 199)"]
 
 
 def test_a_reloaded_page_keeps_its_view_and_so_does_its_address_elsewhere(show: Opener, history: RunHistory) -> None:
