@@ -101,7 +101,7 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,
         "numFlushes": len(history.steps),
         "seconds": _seconds(history),
-        "span": [int(history.steps[0]), int(history.steps[-1])] if len(history.steps) else None,
+        "span": history.samples.steps[[0, -1]].tolist() if len(history.steps) else None,
     }
 
 

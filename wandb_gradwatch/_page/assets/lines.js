@@ -198,20 +198,19 @@ class LineChart extends Picture {
     if (one.kind !== undefined) return { label: one.label, stroke, paths: () => null, points: { show: false } };
     const inView = () => gaps.filter(([from, to]) => to > view.range[0] && from < view.range[1]);
     const positions = (plot) => inView().map((ends) => ends.map((step) => clamp(plot.valToPos(step, "x", true), plot.bbox.left - 1e4, plot.bbox.left + plot.bbox.width + 1e4)));
-    const points = { size: one.size ?? 5, fill: stroke, filter: (plot, series) => this.extremesOf(plot, alone, this.data[series]) };
+    const points = { size: one.size ?? 5, fill: stroke, filter: (plot, series) => this.visibleOf(plot, alone, this.data[series]) };
     return { label: one.label, stroke, width: one.width ?? 1.75, dash: one.dash, gaps: positions, points };
   }
 
-  // Of places of values, keep the lowest and the highest at each pixel across.
-  extremesOf(plot, places, values) {
+  // Of the places of values, return those in view whose points do not lie on each other.
+  visibleOf(plot, places, values) {
     const kept = new Map();
     for (const place of places) {
       if (this.xs[place] < view.range[0] || this.xs[place] > view.range[1]) continue;
-      const x = Math.round(plot.valToPos(this.xs[place], "x", true));
-      const [low, high] = kept.get(x) ?? [place, place];
-      kept.set(x, [values[place] < values[low] ? place : low, values[place] > values[high] ? place : high]);
+      const [x, y] = [plot.valToPos(this.xs[place], "x"), plot.valToPos(values[place], "y")].map((pixel) => Math.round(pixel / 2));
+      kept.set(x * 1e5 + y, place);
     }
-    return [...new Set([...kept.values()].flat())].sort((a, b) => a - b);
+    return [...kept.values()].sort((a, b) => a - b);
   }
 
   yRange(low, high) {

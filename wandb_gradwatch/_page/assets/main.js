@@ -15,13 +15,14 @@ const has = (key) => content.globals["gradwatch/" + key] !== undefined;
 
 function header() {
   const { run: about } = content;
+  const every = Math.round((content.globals["gradwatch/sample_every"] ?? []).at(-1) ?? 1);
   const facts = [
     about.project,
     about.id === about.name ? null : about.id,
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
     about.span && stepRange(...about.span),
     run.layers.names.length ? plural(run.layers.names.length, "layer") : null,
-    hasRows() ? `${content.numMeasured.toLocaleString("en-US")} of ${plural(content.numSteps, "step")} measured` : null,
+    hasRows() ? `${content.numMeasured.toLocaleString("en-US")} of ${plural(content.numSteps, "step")} measured${every > 1 ? `, in the end every ${every.toLocaleString("en-US")}th` : ""}` : null,
     plural(about.numFlushes, "flush", "flushes"),
   ].filter(Boolean);
   return element(
