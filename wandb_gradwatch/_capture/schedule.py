@@ -1,7 +1,7 @@
 """Decides what is due at the open step (a sample, a histogram, a comparison by value) and when the window is full."""
 
-from collections.abc import Sequence
-from datetime import timedelta
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
@@ -19,8 +19,8 @@ _COMPARED_EVERY: Final = 5  # least number of steps between compared samples aft
 _COMPARED_WITHIN: Final = 50  # steps within which every gradient is compared once
 _LOOK_AHEAD: Final = 50  # steps for which a sample_every function is evaluated in advance
 _UNPLANNED: Final = Plan()
-_WAIT: Final = timedelta(seconds=60)  # time limit for a rank 0 that is a whole window behind
 _KEPT: Final = 4  # number of plans kept in the store
+_MAX_SAMPLES_PER_ROW: Final = 1 << 16  # above Budget.BURST: a plan is stored as one number
 
 
 class Schedule:
@@ -34,6 +34,9 @@ class Schedule:
         self._last_compared, self._num_compared = clock.step, 0  # step of the last compared sample, and their number
         self.trusts_versions = True  # no gradient has been modified so far without a new version
         self.last_sample = clock.step
+        # Steps that the clock's number includes although this process has not counted them: equal on ranks whose
+        # numbers mean the same steps.
+        self.num_uncounted = clock.step
         self._plan = self._own_plan = _UNPLANNED
         self.ranks: RankPlans | None = None  # shares the plan of rank 0; None: every rank uses its own
         self._last_found = -LONGEST  # the step that a spot check has found last
@@ -98,10 +101,13 @@ class Schedule:
         flush = self._cadence.next_flush(first)
         return min(sample, flush) if self.window_is_full(flush) else sample
 
-    def add_sample(self, step: int, *, skipped: bool, now: float, seconds_spent: float) -> None:
+    def add_sample(
+        self, step: int, *, skipped: bool, now: float, seconds_spent: float, must_agree: bool = False
+    ) -> None:
         """Record that a sample of this step was committed, and plan the next one.
 
-        `skipped`: a loss scaler has skipped the update. `now` and `seconds_spent` are those of `Budget.after_sample`.
+        `skipped`: a loss scaler has skipped the update. `now` and `seconds_spent` are those of `Budget.after_sample`,
+        `must_agree` is that of `RankPlans.exchange`.
         """
         self._samples_in_window += 1
         self._num_samples += not skipped
@@ -111,23 +117,27 @@ class Schedule:
             charged = seconds_spent - self.seconds_left_out
             on_rows, on_counting = self.seconds_on_rows, self.seconds_on_counting
             self._own_plan = self._budget.after_sample(step, now, charged, on_rows=on_rows, on_counting=on_counting)
-            if self.ranks is None:
-                self._plan = self._own_plan
-            elif self._plan is _UNPLANNED and self._num_samples >= Budget.FIRST:  # at once if a run is resumed
-                self._plan = Plan(every=Budget.FIRST)  # until the first plan of rank 0 takes effect
+            self._plan = self._own_plan if self.ranks is None else self._plan_of_ranks(step, must_agree=must_agree)
             # What a spot check has found is sampled twice, even in debt: the second sample shows whether it stays.
             self._next_sample = step + 1 if step == self._last_found else self._plan.next_sample(step)
         self.last_sample, self.seconds_on_rows, self.seconds_on_counting = step, 0.0, 0.0
 
-    def end_window(self, *, must_agree: bool) -> None:
-        """Let the plan of rank 0 take effect: the window has been flushed at the same step on all ranks."""
-        if self.ranks is not None:
-            self._plan = self.ranks.exchange(self._own_plan, must_agree=must_agree) or self._plan
-            self._next_sample = self._plan.next_sample(self.last_sample)
+    def _plan_of_ranks(self, step: int, *, must_agree: bool) -> Plan:
+        assert self.ranks is not None
+        # Once in `log_every` steps, whether or not a window ends: the user may flush on one rank alone.
+        if step // self._cadence.log_every > self.last_sample // self._cadence.log_every:
+            self._plan = self.ranks.exchange(step, self._own_plan, must_agree=must_agree) or self._plan
+        if self._plan is _UNPLANNED and self._num_samples >= Budget.FIRST:  # at once if a run is resumed
+            return Plan(every=Budget.FIRST)  # until the first plan of rank 0 takes effect
+        return self._plan
 
-    def begin_window(self) -> None:
-        """Begin a new window: the last one was flushed or dropped."""
-        self._samples_in_window = 0
+    def begin_window(self, *, is_full: bool = True) -> None:
+        """Begin a new window: the last one was flushed or dropped, `is_full` unless the user has flushed it.
+
+        Ranks with one cadence end their next window at the same step, even if the user has flushed on one rank only.
+        """
+        if is_full or self.ranks is None:
+            self._samples_in_window = 0
         self.open()
 
     def take_back(self, num_steps: int) -> None:
@@ -171,6 +181,7 @@ class Schedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_uncounted += int(state["step"]) - self._clock.step
         self._clock.step = int(state["step"])
         self.trusts_versions = bool(state["trust_versions"])
         self._num_samples = int(state["num_samples"])
@@ -183,33 +194,40 @@ class Schedule:
 
 
 class RankPlans:
-    """One cadence for all ranks, which flush at the same steps: that of rank 0, which `leads`.
+    """One cadence for all ranks: that of rank 0, which `leads`. No rank waits.
 
-    The plan that rank 0 publishes at one flush takes effect at the following one: by then it has been in the store for
-    a whole window, so that reading it does not wait. The keys in the store are the numbers of the flushes.
+    The ranks exchange plans at the same samples. A plan that rank 0 publishes at one of them takes effect at the next
+    one, on all ranks: a rank whose gradients depend on rank 0 comes there after rank 0 has made all steps in between.
+    The keys in the store are the steps at which the plans were published.
+
+    Args:
+        store: returns the keys that the ranks share; None if not every rank is known to watch.
     """
 
-    def __init__(self, store: Store, *, leads: bool) -> None:
+    def __init__(self, store: Callable[[], Store | None], *, leads: bool) -> None:
         self._store, self._leads = store, leads
-        self._num_flushes = 0
+        self._last: str | None = None  # the step of the last exchange
+        self._published: deque[str] = deque()
 
-    def exchange(self, own: Plan, *, must_agree: bool) -> Plan | None:
+    def exchange(self, step: int, own: Plan, *, must_agree: bool) -> Plan | None:
         """Publish this rank's own plan if it leads. Returns the plan that takes effect now; None: the current one.
 
-        If the plan of rank 0 is missing, wait for it if ranks `must_agree` (those with shards must sample the same
-        steps), and raise after a minute; otherwise `own` takes effect.
+        If rank 0 has published no plan, because it no longer watches, no other rank finds one either: all keep their
+        current plan if they `must_agree` (those with shards must sample the same steps); otherwise `own` takes effect.
         """
-        number, self._num_flushes = self._num_flushes, self._num_flushes + 1
-        if self._leads:
-            self._store.set(str(number), f"{own.every} {own.samples_per_row}")
-            if number >= _KEPT:
-                self._store.delete_key(str(number - _KEPT))
-        if not number:
-            return None
-        key = str(number - 1)
-        if must_agree:
-            self._store.wait([key], _WAIT)
-        elif not self._store.check([key]):
+        store, key = self._store(), str(step)
+        last, self._last = self._last, key
+        if store is None:
             return own
-        every, samples_per_row = map(int, self._store.get(key).split())
-        return Plan(every, samples_per_row)
+        if self._leads:
+            store.set(key, f"{own.every * _MAX_SAMPLES_PER_ROW + own.samples_per_row}")
+            self._published.append(key)
+            if len(self._published) > _KEPT:
+                store.delete_key(self._published.popleft())
+        if last is None:
+            return None
+        # `get` would wait for a key that is deleted meanwhile; adding 0 reads the number without waiting.
+        number = store.add(last, 0) if store.check([last]) else 0
+        if not number:
+            return None if must_agree else own
+        return Plan(*divmod(number, _MAX_SAMPLES_PER_ROW))
