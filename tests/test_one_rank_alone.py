@@ -73,7 +73,7 @@ def test_after_the_end_of_one_rank_nothing_is_written_and_that_is_said_once(opti
         check_norms(result)
         [text] = result["said"]
         assert "are left out of the rows" in text
-        assert f"rank {options['alone']} has stopped watching" in text or rank == options["alone"]
+        assert f"rank {options['alone']} no longer watches" in text or rank == options["alone"]
 
 
 @pytest.mark.distributed

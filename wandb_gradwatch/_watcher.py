@@ -220,6 +220,9 @@ class Watcher:
     def flush(self) -> Snapshot | None:
         """End the window now: wait until its samples have arrived, and write them to the sinks.
 
+        For a sharded model, call this on all ranks: the call waits half a second for ranks that do not, and the row is
+        written when they end their window.
+
         Returns:
             The newest flushed window that no earlier call has returned; None if there is none.
         """
@@ -241,7 +244,8 @@ class Watcher:
     def remove(self) -> None:
         """Flush, remove every hook and close the sinks. Further calls do nothing.
 
-        The last window of a sharded model is merged over the ranks: call this on all of them.
+        The last window of a sharded model is merged over the ranks: call this on all of them. The call waits at most
+        1.5 s for ranks that do not, and without them the window is not written.
         """
         self._remove(merge=True)
 

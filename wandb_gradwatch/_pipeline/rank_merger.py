@@ -153,7 +153,7 @@ class RankMerger:
             is_there = own_store.check([key])
         who = self._store.get(key).decode()
         if who not in (_ALL, str(self._rank)):  # this rank itself knows why it leaves
-            self._give_up(f"rank {who} has stopped watching")
+            self._give_up(f"rank {who} no longer watches")
         return who == _ALL
 
     def _leave(self, number: int) -> None:
