@@ -16,6 +16,7 @@ from torch import nn
 
 from wandb_gradwatch._pipeline import rank_merger
 from wandb_gradwatch._runtime import rank_session
+from wandb_gradwatch._runtime.steps import STEP_HOOKS
 
 
 @contextlib.contextmanager
@@ -77,6 +78,24 @@ def end(rank: int, world: int, *, alone: int, how: str, **cadence: Any) -> dict[
     train(model, rank, 8, 40)
     watcher.remove()
     return rows(watcher, sink, said)
+
+
+def remove_guard(rank: int, world: int, *, alone: int) -> dict[str, Any]:
+    """Remove a guard on one rank, and at last on all. The gradients of step 9 are huge on all ranks."""
+    said, model = collect_warnings(), shard(build(), [world])
+    watcher, _ = watch(model, log_every=5, guard="skip")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    num_listeners = []
+    own = {watcher._sampler, watcher._parts.guard}
+    for step in range(1, 16):
+        if (step == 8 and rank == alone) or step == 14:
+            with impatient():
+                watcher.remove()
+        optimizer.zero_grad()
+        (loss_of(model, batch_of(rank, step)) * (1e12 if step == 9 else 1)).backward()
+        optimizer.step()
+        num_listeners.append(len(own & {*STEP_HOOKS._listeners}))
+    return {"said": said, "num_listeners": num_listeners, "first": float(next(model.parameters()).full_tensor()[0, 0])}
 
 
 def watch_before(rank: int, world: int, *, is_alike: bool, stays: bool) -> dict[str, Any]:

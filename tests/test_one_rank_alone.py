@@ -31,6 +31,7 @@ LOADED = [{"state_of": which} for which in ("every rank", "rank 0", "rank 0 alon
 @functools.cache
 def on_two_ranks() -> dict[str, list[Any]]:
     calls = [("flush", options) for options in FLUSH] + [("end", options) for options in (*ENDS, *BUDGET)]
+    calls += [("remove_guard", options) for options in FLUSH]
     calls += [("watch_before", options) for options in BEFORE] + [("load", options) for options in LOADED]
     calls += [("restart", {}), ("destroy_first", {})]  # the last one ends the process group
     # Ranks that do the same wait up to a minute for each other. So a wait for a rank that does something else exceeds
@@ -74,6 +75,20 @@ def test_after_the_end_of_one_rank_nothing_is_written_and_that_is_said_once(opti
         [text] = result["said"]
         assert "are left out of the rows" in text
         assert f"rank {options['alone']} no longer watches" in text or rank == options["alone"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", FLUSH, ids=str)
+def test_a_guard_that_one_rank_removes_skips_nothing_any_more_and_nobody_waits(options: dict[str, Any]) -> None:
+    of_ranks = results("remove_guard", **options)
+    for rank, result in enumerate(of_ranks):
+        # From step 8 on one rank only abstains; in step 14 all ranks learn that all have removed the guard.
+        before = result["num_listeners"][:13]
+        assert result["num_listeners"] == [*before, 0, 0]
+        assert min(before) > 0
+        assert not any("the guard skipped" in text for text in result["said"])
+        assert rank == options["alone"] or any("has failed or was removed" in text for text in result["said"])
+    assert of_ranks[0]["first"] == of_ranks[1]["first"]
 
 
 @pytest.mark.distributed

@@ -277,7 +277,9 @@ class Watcher:
 
     def _remove(self, *, merge: bool) -> None:
         if self._removed or self._boundary.in_forked_child:
-            self._stop()  # a guard whose monitor has failed may still vote; a forked child does not own the run
+            if self in WATCHERS:  # its monitor has failed; or a forked child, which does not own the run
+                self._stop()
+                self._guard_leaves()
             return
         self._pipeline.merges = merge
         try:
@@ -287,7 +289,13 @@ class Watcher:
                 self._say()
         finally:  # on_alert may have raised
             self._stop()
+            self._guard_leaves()
             self._dispatcher.close()
+
+    def _guard_leaves(self) -> None:
+        """Let a guard of a sharded model vote until those of all ranks are removed: the others wait for its vote."""
+        if self._parts.guard is not None and self._parts.shards.any and not self._boundary.in_forked_child:
+            self._parts.guard.keep_voting(self._registry.slot_of_id, self._registry.models(), is_removed=True)
 
     def _stop(self) -> None:
         self._removed = True
@@ -327,7 +335,9 @@ class Watcher:
         if self._removed:
             return
         self._stop()
-        if self._parts.guard is not None and self._parts.guard.keep_voting(self._registry.slot_of_id):
+        if self._parts.guard is not None and self._parts.guard.keep_voting(
+            self._registry.slot_of_id, self._registry.models()
+        ):
             WATCHERS.append(self)  # so that unwatch() and another watch() can end the voting
         unguarded = "" if self._parts.guard is None else ", unguarded"
         if isinstance(error, CannotWatchError):

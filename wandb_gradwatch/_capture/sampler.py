@@ -18,7 +18,7 @@ from functools import partial
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._guard.step_skipping import StepSkipping
+from .._guard.step_skipping import StepSkipping, take_over_votes
 from .._runtime.autograd import Entry, backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.rank_session import RankSession
@@ -77,7 +77,9 @@ class Sampler(Listener):
             self._schedule.ranks = RankPlans(partial(session.store, "cadence"), leads=session.rank == 0)
         if self.parts.probes.look_inside:
             self._hooks.tell_arrivals(())
-        self.parts.follow()
+        entries = self.parts.follow()
+        if self._guard is not None:
+            take_over_votes(parameter for _, parameter in entries)
         self._sample.begin()
         SCALERS.subscribe(self)
         STEP_HOOKS.subscribe(self)
