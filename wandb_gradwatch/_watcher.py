@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import math
 import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,11 +26,13 @@ from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
 from ._pipeline.dispatcher import Dispatcher
 from ._pipeline.pipeline import Pipeline
+from ._pipeline.rank_parts import description
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_state import load_state, save_state
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
 from ._runtime.notices import CannotWatchError
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, rank_store, world_size
+from ._runtime.rank_session import RankSession
+from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
@@ -40,8 +42,6 @@ from .snapshot import Snapshot
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-# Ranks that call watch() equally often give a watcher the same number, which identifies whose windows are merged.
-_NUMBERS: Final = itertools.count()
 _REPLAYED: Final = {*NONFINITE_TITLES, LossScaleCollapse.title}  # after these alerts a step is run again
 
 
@@ -53,7 +53,6 @@ class Watcher:
     """
 
     def __init__(self, registry: ParameterRegistry, config: Config, models: Sequence[torch.nn.Module]) -> None:
-        name = str(next(_NUMBERS))
         self._registry = registry
         self._alert_manager = AlertManager(config.rules)
         self._removed, self._is_new = False, True  # new: nothing has been delivered yet
@@ -65,6 +64,7 @@ class Watcher:
         self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect_some)
         self._parts = parts = self._sampler.parts
         self._found: list[Alert] = []  # alerts of replays, sent at the next delivery
+        self._session = RankSession(description(registry)) if world_size() > 1 else None
         guarded = config.capture.guard is not None and config.capture.guard.replay
         if guarded or config.on_nonfinite == "trace":
             parts.replay = StepReplay(
@@ -73,14 +73,16 @@ class Watcher:
                 parts.notices.say,
                 always=guarded,
                 boundary=self._boundary,
-                store=rank_store(f"{name}/replay") if world_size() > 1 else None,
+                store=partial(self._session.store, "replay") if self._session is not None else lambda: None,
             )
             if parts.guard is not None and guarded:
                 parts.guard.replay = parts.replay
-        self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, name)
+        self._pipeline = Pipeline(
+            parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, self._session
+        )
         self._models: list[weakref.ref[torch.nn.Module]] = []
         try:
-            self._sampler.start(name)
+            self._sampler.start(self._session)
             # The watcher must not keep the model alive, and its hooks must not outlive the model.
             self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
             self._dispatcher.before_runs_end(self._run_ends)
@@ -218,6 +220,9 @@ class Watcher:
     def flush(self) -> Snapshot | None:
         """End the window now: wait until its samples have arrived, and write them to the sinks.
 
+        For a sharded model, call this on all ranks: the call waits half a second for ranks that do not, and the row is
+        written when they end their window.
+
         Returns:
             The newest flushed window that no earlier call has returned; None if there is none.
         """
@@ -241,13 +246,14 @@ class Watcher:
             finally:  # on_alert may have raised
                 if self._pipeline.window:
                     self._sampler.flush_window()
-                    self._deliver(wait=True)
+                self._deliver(wait=True, flushed=True, final=final)
 
     @alone
     def remove(self) -> None:
         """Flush, remove every hook and close the sinks. Further calls do nothing.
 
-        The last window of a sharded model is merged over the ranks: call this on all of them.
+        The last window of a sharded model is merged over the ranks: call this on all of them. The call waits at most
+        1.5 s for ranks that do not, and without them the window is not written.
         """
         self._remove(merge=True)
 
@@ -279,7 +285,9 @@ class Watcher:
 
     def _remove(self, *, merge: bool) -> None:
         if self._removed or self._boundary.in_forked_child:
-            self._stop()  # a guard whose monitor has failed may still vote; a forked child does not own the run
+            if self in WATCHERS:  # its monitor has failed; or a forked child, which does not own the run
+                self._stop()
+                self._guard_leaves()
             return
         self._pipeline.merges = merge
         try:
@@ -289,11 +297,17 @@ class Watcher:
                 self._say()
         finally:  # on_alert may have raised
             self._stop()
+            self._guard_leaves()
             self._close()
 
     def _close(self) -> None:
         schedule = self._parts.schedule
         self._dispatcher.close(num_measured=schedule.num_measured, num_steps=schedule.num_steps)
+
+    def _guard_leaves(self) -> None:
+        """Let a guard of a sharded model vote until those of all ranks are removed: the others wait for its vote."""
+        if self._parts.guard is not None and self._parts.shards.any and not self._boundary.in_forked_child:
+            self._parts.guard.keep_voting(self._registry.slot_of_id, self._registry.models(), is_removed=True)
 
     def _stop(self) -> None:
         self._removed = True
@@ -302,17 +316,20 @@ class Watcher:
         self._registry.let_go()
         if self._parts.replay is not None:
             self._parts.replay.close()
-        self._pipeline.close()
+        if not self._boundary.in_forked_child:  # the connections belong to the parent
+            self._pipeline.close()
+            if self._session is not None:
+                self._session.end()
         atexit.unregister(self._script_ends)
         if self in WATCHERS:
             WATCHERS.remove(self)
 
     def _script_ends(self) -> None:
-        """Remove the watcher at exit: after a plain end, sys.exit(), an exception or Ctrl-C. Ranks are not merged."""
+        """Remove the watcher at exit: after a plain end, sys.exit(), an exception or Ctrl-C."""
         crashed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if crashed is not None and not self._removed and not self._boundary.in_forked_child:
             self.record()
-        self._remove(merge=False)
+        self._remove(merge=crashed is None)
 
     def _model_gone(self, _: object) -> None:
         # Do nothing while a graph is captured or traced, because the flush would become part of the graph, nor while
@@ -330,7 +347,9 @@ class Watcher:
         if self._removed:
             return
         self._stop()
-        if self._parts.guard is not None and self._parts.guard.keep_voting(self._registry.slot_of_id):
+        if self._parts.guard is not None and self._parts.guard.keep_voting(
+            self._registry.slot_of_id, self._registry.models()
+        ):
             WATCHERS.append(self)  # so that unwatch() and another watch() can end the voting
         unguarded = "" if self._parts.guard is None else ", unguarded"
         if isinstance(error, CannotWatchError):
@@ -378,7 +397,7 @@ class Watcher:
             text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
-    def _deliver(self, *, wait: bool = False) -> None:
+    def _deliver(self, *, wait: bool = False, flushed: bool = False, final: bool = False) -> None:
         self._say()
         is_new, self._is_new = self._is_new, False
         if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
@@ -393,7 +412,7 @@ class Watcher:
             self._boundary.seconds_spent += on_rows
             schedule.seconds_on_rows += on_rows
             try:
-                self._pipeline.deliver(wait=wait)
+                self._pipeline.deliver(wait=wait, flushed=flushed, final=final)
             finally:  # on_alert may have raised
                 news = self._dispatcher.pop_news()
                 if not self._boundary.is_hidden():

@@ -20,10 +20,10 @@ from typing import Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._guard.step_skipping import StepSkipping
+from .._guard.step_skipping import StepSkipping, take_over_votes
 from .._runtime.autograd import backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
-from .._runtime.sharding import rank, rank_store, world_size
+from .._runtime.rank_session import RankSession
 from .._runtime.steps import STEP_HOOKS, Listener, is_torchs
 from .._transfer.sample_buffer import SampleBuffer
 from .clock import Closed, SampleClock
@@ -74,18 +74,17 @@ class Sampler(Listener):
         if config.scaler is not None:
             SCALERS.use(config.scaler)
 
-    def start(self, name: str) -> None:
-        """Register every hook. Invalid arguments have raised before.
-
-        `name` separates this watcher's keys in the ranks' store from those of others. It is the same on every rank.
-        """
+    def start(self, session: RankSession | None) -> None:
+        """Register every hook. Invalid arguments have raised before. `session`: None without other ranks."""
         now = time.perf_counter()
         self._schedule.start(now, self.seconds_spent, before=max(now - _PROGRAM_BEGAN, 0.0))
-        if world_size() > 1 and self._schedule.is_open_ended:
-            self._schedule.ranks = RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0)
+        if session is not None and self._schedule.is_open_ended:
+            self._schedule.ranks = RankPlans(partial(session.store, "cadence"), leads=session.rank == 0)
         if self.parts.probes.look_inside:
             self._hooks.tell_arrivals(())
-        self.parts.follow()
+        entries = self.parts.follow()
+        if self._guard is not None:
+            take_over_votes(parameter for _, parameter in entries)
         self._sample.begin()
         SCALERS.subscribe(self)
         STEP_HOOKS.subscribe(self)
@@ -388,7 +387,9 @@ class Sampler(Listener):
             self._sample.close(closed)
             self._settled = self._account()
             now, spent = time.perf_counter(), self._settled[0]
-            self._schedule.add_sample(closed.step, skipped=closed.skipped, now=now, seconds_spent=spent)
+            self._schedule.add_sample(
+                closed.step, skipped=closed.skipped, now=now, seconds_spent=spent, must_agree=self.parts.merges_ranks
+            )
         else:
             self.parts.loss.take()
             if self._guard is not None:
@@ -396,8 +397,7 @@ class Sampler(Listener):
                 self._schedule.seconds_left_out += self.boundary.seconds_spent - self._seconds_at_commit  # on guarding
         self._seconds_at_commit = self.boundary.seconds_spent
         if self._schedule.window_is_full(closed.step):
-            self.flush_window()
-            self._schedule.end_window(must_agree=self.parts.merges_ranks)
+            self.flush_window(is_full=True)
         self._sample.begin()
 
     @property
@@ -416,7 +416,7 @@ class Sampler(Listener):
         spent, last_host, last_device = self._settled
         return spent + max(host - last_host, device - last_device), host, device
 
-    def flush_window(self) -> None:
-        """End the window after the last committed sample."""
+    def flush_window(self, *, is_full: bool = False) -> None:
+        """End the window after the last committed sample; `is_full` unless the user asks for it."""
         self.parts.window.flush()
-        self._schedule.begin_window()
+        self._schedule.begin_window(is_full=is_full)

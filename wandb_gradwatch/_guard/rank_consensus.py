@@ -1,7 +1,7 @@
 """Sums over the ranks that hold shards of one model, with each element counted once, so that all decide alike."""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -12,6 +12,10 @@ from .._measure.elements import upload, wide_dtype
 from .._runtime.sharding import is_sharded, local_part
 
 # N parameters of an optimizer
+
+_LEAVES: Final = -(
+    2.0**60
+)  # in the place of a number of elements, which it exceeds: the sum shows that a guard is gone
 
 
 def refuse_guard(*, uses_fsdp1: bool, function: bool) -> None:
@@ -58,6 +62,12 @@ class RankConsensus:
     def abstain(self) -> None:
         """Take part in a sum with NaN. The sum is then NaN on every rank, which exceeds no limit."""
         self.sum_over_ranks(torch.full((2,), math.nan, dtype=wide_dtype(self._device), device=self._device))
+
+    def leave(self) -> bool:
+        """Take part in a sum for a guard that was removed. Returns whether all ranks do; waits for the device."""
+        values = torch.full((2,), math.nan, dtype=wide_dtype(self._device), device=self._device)
+        values[0] = _LEAVES
+        return float(self.sum_over_ranks(values)[0]) == _LEAVES * int(self._mesh.size())
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum the values over the ranks, in place; on a GPU the host does not wait."""

@@ -10,8 +10,9 @@ later         decide()      the guard learns from them
 """
 
 import math
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -19,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
@@ -42,8 +43,8 @@ from .rank_consensus import RankConsensus, refuse_guard
 _LEARNT_AFTER: Final = 8
 
 _UNHEARD: Final = (
-    "the monitor of another rank has failed, so that no rank can tell whether the gradients of the whole model are "
-    "healthy: from here on every step is applied, on all ranks alike"
+    "the monitor of another rank has failed or was removed, so that no rank can tell whether the gradients of the "
+    "whole model are healthy: from here on every step is applied, on all ranks alike"
 )
 
 
@@ -76,8 +77,9 @@ class _Step:
 class StepSkipping(Listener):
     """Applies a guard's decisions to the optimizers.
 
-    If the monitor fails, the other ranks still wait for this rank's vote. It then listens to steps itself and abstains,
-    which ends the guard on all ranks at once: models would diverge if ranks decided differently.
+    If the monitor fails or is removed, the other ranks still wait for this rank's vote. It then listens to steps itself
+    and abstains, which ends the guard on all ranks at once: models would diverge if ranks decided differently. If all
+    ranks have removed theirs, the next vote is the last one.
     """
 
     def __init__(
@@ -95,7 +97,10 @@ class StepSkipping(Listener):
         self._version = -1  # of the parameters, when the consensuses were made
         self._unlearnt: deque[_Step] = deque()
         self._has_voted = False  # on the step that an optimizer is about to make
-        self._slot_of_id: Mapping[int, int] = {}  # after the monitor has failed: the parameters to vote on
+        # After the monitor has failed or was removed: the parameters to vote on
+        self._slot_of_id: dict[int, int] = {}
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._is_removed = False
         self._pinned_pool = PinnedPool()
         # By the id of an optimizer that steps: restores what it was deprived of, or given.
         self._deprived: defaultdict[int, ExitStack] = defaultdict(ExitStack)
@@ -191,15 +196,29 @@ class StepSkipping(Listener):
         if self._slot_of_id and not self._has_voted:
             self.before_step(optimizer, inside_backward=False)
 
-    def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
-        """Vote after a failure of the monitor, too. Returns whether there may be anything to vote on."""
+    def keep_voting(
+        self, slot_of_id: Mapping[int, int], models: Iterable[nn.Module], *, is_removed: bool = False
+    ) -> bool:
+        """Vote after a failure or the removal of the monitor. Returns whether there may be anything to vote on."""
         if world_size() == 1:
             return False
-        self._slot_of_id = dict(slot_of_id)
+        self._slot_of_id, self._models = dict(slot_of_id), [weakref.ref(model) for model in models]
+        self._is_removed = is_removed
         STEP_HOOKS.subscribe(self)
+        _VOTERS.add(self)
         return True
 
+    def stop_voting(self, ids: Iterable[int]) -> None:
+        """Vote no longer on these parameters: another guard does, or all ranks have removed theirs."""
+        for known in self._slot_of_id.keys() & set(ids):
+            del self._slot_of_id[known]
+        if not self._slot_of_id:
+            STEP_HOOKS.unsubscribe(self)
+            _VOTERS.discard(self)
+
     def follows(self, optimizer: Optimizer) -> bool:
+        if all(model() is None for model in self._models):  # the ids may be those of other parameters now
+            self.stop_voting(list(self._slot_of_id))
         return bool(self._held_by(optimizer))
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
@@ -207,8 +226,13 @@ class StepSkipping(Listener):
 
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         parameters = self._held_by(optimizer)
-        if any(map(is_sharded, parameters.values())):
-            RankConsensus(parameters).abstain()
+        if not any(map(is_sharded, parameters.values())):
+            return
+        consensus = RankConsensus(parameters)
+        if not self._is_removed:
+            consensus.abstain()
+        elif consensus.leave():
+            self.stop_voting(map(id, parameters.values()))
 
     def _held_by(self, optimizer: Optimizer) -> dict[int, Tensor]:
         slots = ((self._slot_of_id.get(id(parameter)), parameter) for parameter in parameters_of(optimizer))
@@ -246,7 +270,7 @@ class StepSkipping(Listener):
                 num_nonfinite, sum_sq, is_bad, is_withheld, overflowed = opinion.fetch()
                 if overflowed:  # skipped by the loss scaler
                     continue
-                if opinion.learns and math.isnan(num_nonfinite):
+                if opinion.learns and not num_nonfinite >= 0:
                     self._notices.say("guard", f"{_UNHEARD} (step {step.number})")
                 bad, skipped, counts = bad or bool(is_bad or is_withheld), skipped or bool(is_withheld), True
                 if is_withheld and is_bad and not found:
@@ -340,6 +364,16 @@ class StepSkipping(Listener):
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
         self._opinions.append(_Opinion(slots, learns, self._pinned_pool.send(torch.cat((sums, flags)))))
+
+
+_VOTERS: Final[set[StepSkipping]] = set()  # guards that vote although their monitor has failed or was removed
+
+
+def take_over_votes(parameters: Iterable[Tensor]) -> None:
+    """Stop the votes of earlier guards on these parameters, because a new one votes."""
+    ids = {id(parameter) for parameter in parameters}
+    for voter in tuple(_VOTERS):
+        voter.stop_voting(ids)
 
 
 def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:

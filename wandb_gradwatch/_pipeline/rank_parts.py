@@ -1,19 +1,16 @@
-"""Detect ranks that hold different parameters (pipeline stages, experts), before the rules check the first sample.
+"""Ranks that hold different parameters (pipeline stages, experts): their parameters together are the whole model.
 
-At watch(), each rank writes the description of its parameters to the store of the process groups, under a hash, and
-counts the ranks with the same hash. At the first sample, it reads the counts. When a rank makes its first step, every
-other rank that watches has called watch(), because the gradient depends on all ranks. No rank waits.
+At watch(), each rank publishes the description of its parameters; at the first sample, before the rules check it, the
+rank looks whether those of the other ranks are different (`_runtime/rank_session.py`). No rank waits.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
-
 from .._capture.parameter_registry import ParameterRegistry
-from .._runtime.sharding import has_fsdp1, rank_store
+from .._runtime.rank_session import RankSession
+from .._runtime.sharding import has_fsdp1
 from .._transfer.transfers import Names
 from .assembly import placed
 from .rank_merge import RankWindow
@@ -51,37 +48,25 @@ class WholeModel:
         )
 
 
-class RankParts:
-    """Publishes this rank's parameters, including frozen ones, and reads those of the other ranks.
+def description(registry: ParameterRegistry) -> str:
+    """The name, shape and trainability of each parameter on this rank, including frozen ones, as text.
 
-    Args:
-        name: distinguishes the keys of this watcher from those of others; the same on every rank.
+    Names are without the registry's prefix, which may differ between ranks that log to different runs.
     """
-
-    def __init__(self, registry: ParameterRegistry, name: str) -> None:
-        self._prefix = registry.prefix  # removed, because it may differ between ranks that log to different runs
-        self._store = rank_store(f"{name}/parts")
-        with_shapes = not has_fsdp1(registry.models())  # with FSDP1, one parameter has different shapes on the ranks
-        own = [
-            (registry.names[slot].removeprefix(self._prefix), list(p.shape) if with_shapes else [], p.requires_grad)
+    with_shapes = not has_fsdp1(registry.models())  # with FSDP1, one parameter has different shapes on the ranks
+    return json.dumps(
+        [
+            (registry.names[slot].removeprefix(registry.prefix), list(p.shape) if with_shapes else [], p.requires_grad)
             for slot, p in registry.scan()
         ]
-        text = json.dumps(own)
-        self._digest = hashlib.sha256(text.encode()).hexdigest()
-        if not self._store.check([f"what/{self._digest}"]):
-            self._store.set(f"what/{self._digest}", text)
-        self._store.set(f"rank/{dist.get_rank()}", self._digest)
-        self._store.add(f"alike/{self._digest}", 1)
-        self._store.add("all", 1)
+    )
 
-    def whole(self) -> WholeModel | None:
-        """The parameters of all ranks; None if all ranks have the same ones, or if some ranks do not watch."""
-        world = dist.get_world_size()
-        if self._store.add(f"alike/{self._digest}", 0) == world or self._store.add("all", 0) != world:
-            return None
-        digests = [self._store.get(f"rank/{rank}").decode() for rank in range(world)]
-        texts = {digest: json.loads(self._store.get(f"what/{digest}")) for digest in set(digests)}
-        return _whole_model([texts[digest] for digest in digests], dist.get_rank(), self._prefix)
+
+def whole_model(session: RankSession, prefix: str) -> WholeModel | None:
+    """The parameters of all ranks, with this prefix; None if all ranks have the same ones, or some do not watch."""
+    texts = session.descriptions if session.is_found else []
+    known = {text: json.loads(text) for text in set(texts)}
+    return _whole_model([known[text] for text in texts], session.rank, prefix) if texts else None
 
 
 def _whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], rank: int, prefix: str) -> WholeModel:

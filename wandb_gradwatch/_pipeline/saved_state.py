@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from .._capture.parts import CaptureParts
 from .._measure.probe_values import MetricHistogram
+from .._runtime.sharding import rank, world_size
 from .._transfer.transfers import ArrivedSample, Sample
 from .alert_manager import AlertManager
 from .assembly import Number, placed
@@ -17,7 +18,7 @@ from .pipeline import Pipeline
 
 # P watched parameters, N of them known when the state was saved
 
-_KEYS: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram", "metrics")
+_KEYS: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "part_of", "histogram", "metrics")
 
 
 def save_state(
@@ -31,6 +32,7 @@ def save_state(
         "said": dispatcher.said,
         "names": list(parts.registry.names),
         "samples": [_saved(sample) for sample in pipeline.window],
+        "part_of": _own_part() if parts.shards.any else None,  # None: of no rank, but whole gradients
         "histogram": parts.window.open_histogram(),
         "metrics": parts.probes.state_dict(),
     }
@@ -64,10 +66,22 @@ def load_state(
     if parts.guard is not None and state["guard"] is not None:
         parts.guard.load_state_dict(state["guard"], place)
     pipeline.waiting.begin()
-    pipeline.window = [_loaded(saved, place, num_names) for saved in state["samples"]]
-    counts = state["histogram"]["counts"]
+    is_own = state["part_of"] == (_own_part() if parts.shards.any or state["part_of"] else None)
+    if not is_own and state["samples"]:
+        dispatcher.notice(
+            "other part",
+            "load_state_dict() has left out the measured steps of the window that was open when the state was saved, "
+            "because they are of another rank's part of the gradients. Save and load a state on every rank.",
+        )
+    pipeline.window = [_loaded(saved, place, num_names) for saved in state["samples"] if is_own]
+    counts = state["histogram"]["counts"] if is_own else None
     histogram = None if counts is None else torch.from_numpy(_placed(counts.numpy(), place, num_names, 0))
     parts.window.restore_histogram(histogram, state["histogram"]["steps"])
+
+
+def _own_part() -> list[int]:
+    """Identifies the part of the gradients that this rank has: its number, and the number of ranks."""
+    return [rank(), world_size()]
 
 
 def _saved(sample: ArrivedSample) -> dict[str, Any]:

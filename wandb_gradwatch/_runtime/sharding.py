@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -49,15 +48,6 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def rank_store(name: str) -> Store:
-    """A separate set of keys in the store of the program's default process group, for which torch has no public name.
-
-    The public `new_group` is unsuitable: a rank that does not watch would block the others, and the user's next group,
-    which torch names by the number of groups on each rank, would never form.
-    """
-    return PrefixStore(f"gradwatch-{name}", _get_default_store())
-
-
 DEEPSPEED_REFUSED: Final = (
     "a model that DeepSpeed trains cannot be watched: its engine averages and clips gradients in buffers of its own; "
     "log engine.get_global_grad_norm() instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
@@ -80,6 +70,7 @@ class Shards:
     def __init__(self) -> None:
         self.any = False  # whether any parameter is sharded; the same on every rank
         self.uses_fsdp1 = False
+        self._rank = rank()  # known here: the user may destroy the default group before the last window ends
         # By the slot of a sharded parameter: the ranks that hold its shards, and whether this rank's shard is counted,
         # if these ranks include the parameter's first rank. Shards of other ranks are replicas.
         self._shares: dict[int, tuple[frozenset[int], bool]] = {}
@@ -117,7 +108,7 @@ class Shards:
         counted_P = np.empty(num_names, dtype=bool)
         for slot in range(num_names):
             first, share = self._first.get(slot, 0), self._shares.get(slot)
-            counted_P[slot] = rank() == first if share is None else share[1] and first in share[0]
+            counted_P[slot] = self._rank == first if share is None else share[1] and first in share[0]
         return counted_P
 
 
