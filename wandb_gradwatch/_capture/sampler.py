@@ -6,6 +6,7 @@
     all watchers have measured        StepHooks     -> guard_step          with a guard: apply or skip the step
     an optimizer has stepped          StepHooks     -> after_step          close the sample if it is complete
     a scaler unscales or skips        GradScalers   -> before_unscale, step_skipped
+    a pipeline runs its micro-batches PipelineSchedules -> schedule_begins, schedule_ended: they are one backward
 
 The SampleClock decides when a sample is complete; the sampler then commits it to the window. The file is long because
 every event of a training enters here, and their order is easier to see in one place.
@@ -14,13 +15,16 @@ every event of a training enters here, and their order is easier to see in one p
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .._guard.step_skipping import StepSkipping
 from .._runtime.autograd import Entry, backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
+from .._runtime.pipelining import SCHEDULES, divisor_of, stages_of
 from .._runtime.sharding import rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, Listener
 from .._transfer.sample_buffer import SampleBuffer
@@ -64,6 +68,7 @@ class Sampler(Listener):
         self._backward_rest = BackwardRest(parts, self._sample)
         self.counter: Rest | None = None  # counts steps while the hooks are off
         self._inside_backward = False
+        self._inside_schedule = False  # whether a pipeline schedule runs, whose backwards are parts of one
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
         self._settled = (0.0, 0.0, 0.0)  # at the last sample: seconds spent, seconds of the host, and of the device
@@ -83,6 +88,7 @@ class Sampler(Listener):
         self.parts.follow()
         self._sample.begin()
         SCALERS.subscribe(self)
+        SCHEDULES.subscribe(self)
         STEP_HOOKS.subscribe(self)
 
     def stop(self) -> None:
@@ -94,6 +100,7 @@ class Sampler(Listener):
         self.counter = None
         STEP_HOOKS.unsubscribe(self)
         SCALERS.unsubscribe(self)
+        SCHEDULES.unsubscribe(self)
         self._hooks.remove()
         if self._guard is not None:
             if not self.parts.thread.is_another:  # otherwise after_step() gives withheld gradients back
@@ -106,7 +113,25 @@ class Sampler(Listener):
             self._sample.gradient_arrived(slot, parameter)
 
     @contained
+    def schedule_begins(self, schedule: Any) -> None:
+        in_stages = {id(parameter) for stage in stages_of(schedule) for parameter in stage.parameters()}
+        if self.counter is None and not in_stages.isdisjoint(self.parts.registry.slot_of_id):
+            self._gradients_begin(has_accumulated=False)
+            self._inside_schedule = True
+
+    @contained
+    def schedule_ended(self, schedule: Any) -> None:
+        if self._inside_schedule:
+            self._inside_schedule = False
+            self.parts.loss.rescale(torch.tensor(1 / divisor_of(schedule), dtype=torch.float64))
+            self._gradients_complete(of_schedule=True)
+
+    @contained
     def _backward_begins(self, has_accumulated: bool) -> None:
+        if not self._inside_schedule:
+            self._gradients_begin(has_accumulated=has_accumulated)
+
+    def _gradients_begin(self, *, has_accumulated: bool) -> None:
         STEP_HOOKS.drop_raised()  # a step that raised must not keep the clock muted
         self.parts.thread.backward_begins()
         if not self._clock.muted:
@@ -124,6 +149,21 @@ class Sampler(Listener):
 
     @contained
     def _backward_ended(self) -> None:
+        if not self._inside_schedule:
+            self._gradients_complete()
+        elif not self._clock.muted:
+            self._see_loss()
+
+    def _see_loss(self) -> None:
+        """Add the loss that the current backward was called on."""
+        loss, scale = self.parts.loss, self.parts.loss_scale
+        loss.settle()
+        scale.forget()
+        if self._schedule.is_sampled and (root := backward_root()) is not None:
+            loss.see(root, scale.of_backward(root.device, self._hooks.reached), of_all=scale.is_given)
+
+    def _gradients_complete(self, *, of_schedule: bool = False) -> None:
+        """A backward has ended, or all backwards of a pipeline schedule, whose losses are already added."""
         self._inside_backward = False
         if self._clock.muted:
             return
@@ -144,11 +184,11 @@ class Sampler(Listener):
                     self._sample.was_reset = by_hand.withholds  # it counts if an optimizer steps after all
                     self._clock.marked |= reached
                 by_hand.remember_parameters()
-        parts.loss.settle()
-        parts.loss_scale.forget()
-        if self._schedule.is_sampled and (root := backward_root()) is not None:
-            parts.loss.see(root, parts.loss_scale.of_backward(root.device, reached), of_all=parts.loss_scale.is_given)
-        if self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
+        if not of_schedule:
+            self._see_loss()
+        if self.parts.is_measured and of_schedule:  # a zero-bubble schedule makes gradients that no hook marks
+            self._sample.measure_found(parts.follow())
+        elif self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
             # Every backward may be the last before the step: the last group of micro-batches may be shorter.
             self._sample.measure_present(self.parts.follow())
         elif by_hand.possible:

@@ -26,15 +26,18 @@ def local_part(tensor: Tensor) -> Tensor:
 def local_gradient(parameter: Tensor) -> Tensor:
     """The local part of a parameter's gradient, with the placements of the parameter.
 
-    A gradient that is still a partial sum over ranks is reduced first, as the optimizer would do, by a collective that
-    all ranks reach in the same order, because all of them own the parameter.
+    Autograd may leave a gradient with other placements: the whole gradient of a sharded embedding on every rank, or
+    partial sums for the weight of a layer norm under sequence parallelism. Then it is redistributed, as the optimizer
+    will do it, so that every element is counted by the rank that counts the same element of the parameter. From a
+    replica to a shard that is a slice; otherwise it is a collective, which all ranks reach in the same order, because
+    all of them own the parameter.
     """
     gradient = parameter.grad
     assert gradient is not None
     if type(gradient).__name__ == "DTensor":
-        dtensor = cast("Any", gradient)
-        if any(placement.is_partial() for placement in dtensor.placements):
-            dtensor = dtensor.redistribute(placements=cast("Any", parameter).placements)
+        dtensor, placements = cast("Any", gradient), cast("Any", parameter).placements
+        if dtensor.placements != placements:
+            dtensor = dtensor.redistribute(placements=placements)
         return cast("Tensor", dtensor._local_tensor)
     return gradient
 
