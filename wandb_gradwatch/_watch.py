@@ -26,7 +26,7 @@ from ._config import Config
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, has_fsdp1, has_shards, rank, world_size
+from ._runtime.sharding import has_fsdp1, has_shards, rank, refused_engine, world_size
 from ._watcher import WATCHERS, Watcher
 from .metrics._metric import MetricLike, probes_of, rules_of
 from .metrics._parameters import ParameterHistograms
@@ -142,8 +142,9 @@ def watch(
 
     Raises:
         TypeError: model is not a module or a collection of modules, or another argument has the wrong type.
-        ValueError: the model has no trainable parameter to watch, or DeepSpeed trains it; a cadence, name filter,
-            backend or threshold is invalid; a metric matches nothing; a guard could decide differently on the ranks.
+        ValueError: the model has no trainable parameter to watch, or DeepSpeed or Megatron-core trains it; a cadence,
+            name filter, backend or threshold is invalid; a metric matches nothing; a guard could decide differently on
+            the ranks.
         RuntimeError: there is neither a run nor a sink; the backend cannot run on the model's device, or cannot be
             compiled.
 
@@ -159,8 +160,8 @@ def watch(
     _check(is_whole and 0 <= start_step < 2**53, "start_step", start_step, "a whole number of steps, at least 0")
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
     cadence.every(start_step + 1)  # calls a sample_every function once, so that an invalid result raises here
-    if has_deepspeed(module for _, module in with_prefixes(model)):
-        raise ValueError(f"watch(): {DEEPSPEED_REFUSED}")
+    if (why := refused_engine(module for _, module in with_prefixes(model))) is not None:
+        raise ValueError(f"watch(): {why}")
     registry = ParameterRegistry(model, include=include, exclude=exclude)
     if group_by is not None and not isinstance(group := group_function(group_by)(registry.names[0]), str):
         found = f"{group!r} for {registry.names[0]!r}"

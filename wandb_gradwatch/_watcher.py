@@ -30,7 +30,7 @@ from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_state import load_state, save_state
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
 from ._runtime.notices import CannotWatchError
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, rank_store, world_size
+from ._runtime.sharding import rank, rank_store, refused_engine, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
@@ -369,10 +369,11 @@ class Watcher:
     def _deliver(self, *, wait: bool = False) -> None:
         self._say()
         is_new, self._is_new = self._is_new, False
-        if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
+        why = refused_engine(self._registry.models()) if is_new else None
+        if why is not None:  # the engine was set up since watch(), and no backward was seen
             self._stop()
             self._dispatcher.close()
-            logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
+            logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", why)
             return
         while self._found:
             self._dispatcher.send(self._found.pop(0))

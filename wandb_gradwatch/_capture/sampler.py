@@ -25,7 +25,8 @@ from .._guard.step_skipping import StepSkipping
 from .._runtime.autograd import Entry, backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.pipelining import SCHEDULES, divisor_of, stages_of
-from .._runtime.sharding import rank, rank_store, world_size
+from .._runtime.notices import CannotWatchError
+from .._runtime.sharding import rank, rank_store, refused_engine, world_size
 from .._runtime.steps import STEP_HOOKS, Listener
 from .._transfer.sample_buffer import SampleBuffer
 from .clock import Closed, SampleClock
@@ -132,6 +133,9 @@ class Sampler(Listener):
             self._gradients_begin(has_accumulated=has_accumulated)
 
     def _gradients_begin(self, *, has_accumulated: bool) -> None:
+        is_first = not (self._clock.num_closed or self._clock.backwards or self._inside_backward)
+        if is_first and (why := refused_engine(self.parts.registry.models())) is not None:
+            raise CannotWatchError(why)  # the engine was set up since watch()
         STEP_HOOKS.drop_raised()  # a step that raised must not keep the clock muted
         self.parts.thread.backward_begins()
         if not self._clock.muted:

@@ -61,20 +61,28 @@ def rank_store(name: str) -> Store:
     return PrefixStore(f"gradwatch-{name}", _get_default_store())
 
 
-DEEPSPEED_REFUSED: Final = (
+_DEEPSPEED: Final = (
     "a model that DeepSpeed trains cannot be watched: its engine averages and clips gradients in buffers of its own; "
     "log engine.get_global_grad_norm() instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
 )
+_MAIN_GRAD: Final = (
+    "a model whose gradients are in parameter.main_grad cannot be watched: Megatron-core accumulates and averages them "
+    "there, and parameter.grad is this rank's own share or None; log the grad_norm that optimizer.step() returns "
+    "instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
+)
 
 
-def has_deepspeed(models: Iterable[nn.Module]) -> bool:
-    """Whether one of these models is a DeepSpeed engine or is trained by one, which shows by its forward hooks."""
-    if "deepspeed" not in sys.modules:
-        return False
+def refused_engine(models: Iterable[nn.Module]) -> str | None:
+    """Why the engine that trains one of these models makes watching impossible, and what to do; None: it does not."""
     modules = [module for model in models for module in model.modules()]
-    classes = (cls.__name__ for module in modules for cls in type(module).__mro__)
-    hooks = (getattr(hook, "__module__", "") for module in modules for hook in module._forward_pre_hooks.values())
-    return "DeepSpeedEngine" in classes or any(name.startswith("deepspeed.") for name in hooks)
+    # DeepSpeed's engine shows by its class, or by the forward hooks that it puts on the model.
+    if "deepspeed" in sys.modules:
+        classes = (cls.__name__ for module in modules for cls in type(module).__mro__)
+        hooks = (getattr(hook, "__module__", "") for module in modules for hook in module._forward_pre_hooks.values())
+        if "DeepSpeedEngine" in classes or any(name.startswith("deepspeed.") for name in hooks):
+            return _DEEPSPEED
+    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    return _MAIN_GRAD if any(getattr(one, "main_grad", None) is not None for one in parameters) else None
 
 
 class Shards:
