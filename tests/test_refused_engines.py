@@ -1,4 +1,4 @@
-"""DeepSpeed and Megatron-core keep gradients in their own buffers: watching their models is refused, also afterwards."""
+"""DeepSpeed and Megatron-core keep gradients in buffers of their own: watching a model that they train is refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def deepspeed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("given", ["engine", "model", "several"])
 @pytest.mark.parametrize(("engine_of", "refusal"), ENGINES)
-def test_a_model_that_such_an_engine_trains_is_refused_with_what_to_do(engine_of: Any, refusal: str, given: str) -> None:
+def test_a_model_that_they_train_is_refused_with_what_to_do(engine_of: Any, refusal: str, given: str) -> None:
     model = nn.Linear(2, 1)
     engine = engine_of(model)
     with pytest.raises(ValueError, match=refusal):

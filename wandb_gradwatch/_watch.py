@@ -26,6 +26,7 @@ from ._config import Config
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend
+from ._runtime.pipelining import has_stages
 from ._runtime.sharding import has_fsdp1, has_shards, rank, refused_engine, world_size
 from ._watcher import WATCHERS, Watcher
 from .metrics._metric import MetricLike, probes_of, rules_of
@@ -188,8 +189,10 @@ def watch(
     given = _sequence("rules", rules, "a list of rules, [] for none")
     chosen_rules = default_rules() + rules_of(chosen_metrics) if rules is None else list(map(as_rule, given))
     skip_guard = resolve_guard(guard)
-    if skip_guard is not None and world_size() > 1 and has_shards(registry.models()):
-        refuse_guard(uses_fsdp1=has_fsdp1(registry.models()), function=skip_guard.is_bad is not None)
+    if skip_guard is not None and world_size() > 1:
+        models = registry.models()
+        is_function = skip_guard.is_bad is not None and has_shards(models)
+        refuse_guard(uses_fsdp1=has_fsdp1(models), function=is_function, has_stages=has_stages(models))
     chosen = _sequence("sinks", sinks, f"a list of {_SINKS}")
     for sink in chosen:
         if not isinstance(sink, Sink):

@@ -78,6 +78,8 @@ class Watcher:
             if parts.guard is not None and guarded:
                 parts.guard.replay = parts.replay
         self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, name)
+        if parts.guard is not None:
+            parts.guard.compare_ranks = self._pipeline.compare_ranks
         self._models: list[weakref.ref[torch.nn.Module]] = []
         try:
             self._sampler.start(name)

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from .._guard.step_skipping import StepSkipping
 from .._runtime.autograd import Entry, backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
-from .._runtime.pipelining import SCHEDULES, divisor_of, stages_of
 from .._runtime.notices import CannotWatchError
+from .._runtime.pipelining import SCHEDULES, divisor_of, stages_of
 from .._runtime.sharding import rank, rank_store, refused_engine, world_size
 from .._runtime.steps import STEP_HOOKS, Listener
 from .._transfer.sample_buffer import SampleBuffer
@@ -117,6 +117,8 @@ class Sampler(Listener):
     def schedule_begins(self, schedule: Any) -> None:
         in_stages = {id(parameter) for stage in stages_of(schedule) for parameter in stage.parameters()}
         if self.counter is None and not in_stages.isdisjoint(self.parts.registry.slot_of_id):
+            if self._guard is not None and world_size() > 1:
+                self._guard.refuse_parts()
             self._gradients_begin(has_accumulated=False)
             self._inside_schedule = True
 

@@ -1,7 +1,7 @@
 """Sums over the ranks that hold shards of one model, with each element counted once, so that all decide alike."""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,8 +14,16 @@ from .._runtime.sharding import is_sharded, local_part
 # N parameters of an optimizer
 
 
-def refuse_guard(*, uses_fsdp1: bool, function: bool) -> None:
-    """Raise a ValueError for a guard that ranks with shards of one model cannot follow alike."""
+PARTS_REFUSED: Final = (
+    "guard= does not work where ranks train different parameters (pipeline stages, experts), because a rank would skip "
+    "a step that the others make; use guard=None"
+)
+
+
+def refuse_guard(*, uses_fsdp1: bool, function: bool, has_stages: bool = False) -> None:
+    """Raise a ValueError for a guard that ranks with shards or stages of one model cannot follow alike."""
+    if has_stages:
+        raise ValueError(PARTS_REFUSED)
     if uses_fsdp1:
         raise ValueError(
             "guard= does not work with FullyShardedDataParallel (FSDP1), whose ranks could not decide alike; "

@@ -154,10 +154,7 @@ class Pipeline:
             raise raised[0]
 
     def _take(self, sample: ArrivedSample) -> None:
-        if self._rank_parts is not None:
-            whole, self._rank_parts = self._rank_parts.whole(), None
-            if whole is not None and self._shards.split(whole.ranks):
-                self._whole = whole
+        self.compare_ranks()
         if sample.sample.left_out:
             # With a merge over ranks the sample is dropped, because other ranks may not have it.
             if self._parts.merges_ranks or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
@@ -185,6 +182,20 @@ class Pipeline:
         finally:
             if not merges_ranks:
                 self._unjudged.append(sample)
+
+    def compare_ranks(self) -> None:
+        """Learn once, at the first sample or before the guard's first decision, whether ranks train different parts.
+
+        Raises:
+            CannotWatchError: they do, and there is a guard.
+        """
+        if self._rank_parts is None:
+            return
+        whole, self._rank_parts = self._rank_parts.whole(), None
+        if whole is not None and self._shards.split(whole.ranks):
+            self._whole = whole
+            if self._parts.guard is not None:
+                self._parts.guard.refuse_parts()
 
     def _judge(self, written: Snapshot | None = None) -> None:
         """Run the rules on the samples that they have not judged; `written`: the snapshot of exactly these, if any."""

@@ -4,8 +4,9 @@ Only when a schedule's step returns are the gradients complete: zero-bubble sche
 that calls hooks, FSDP reduces after the last micro-batch, and every schedule divides by the number of micro-batches.
 """
 
+import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 from torch import nn
@@ -45,3 +46,12 @@ def stages_of(schedule: Any) -> list[nn.Module]:
 def divisor_of(schedule: Any) -> int:
     """Return the number by which a schedule divides the gradients after its last backward."""
     return int(schedule._n_microbatches) if schedule.scale_grads else 1
+
+
+def has_stages(models: Collection[nn.Module]) -> bool:
+    """Whether one of these models is the module of a pipeline stage that exists."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    if stage is None:
+        return False
+    stages = [one for one in gc.get_objects() if issubclass(type(one), stage._PipelineStageBase)]
+    return any(one.submod is model for one in stages for model in models)

@@ -118,12 +118,6 @@ class Listener:
     def schedule_ended(self, schedule: Any) -> None:
         """A pipeline schedule has run them and scaled the gradients, or it has raised."""
 
-    def schedule_begins(self, schedule: Any) -> None:
-        """A pipeline schedule is about to run the forwards and backwards of all micro-batches."""
-
-    def schedule_ended(self, schedule: Any) -> None:
-        """A pipeline schedule has run them and scaled the gradients, or it has raised."""
-
 
 class Listeners:
     """Subscribers to calls of torch functions, which are replaced by wrappers while there is a subscriber.
