@@ -262,7 +262,7 @@ class Sampler(Listener):
             self.parts.replay.before_step(self._clock.open_step, optimizer)
         if not inside_backward:
             self._deliver()
-            if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
+            if self._clock.is_late(key) and (self._is_outer(key) or self.parts.joins_silently(optimizer, key)):
                 self._joining = key
                 return
         if not self._clock.num_closed and not self._clock.backwards and not inside_backward:
@@ -276,6 +276,22 @@ class Sampler(Listener):
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
         self.parts.wiring.about_to_step(key)
+
+    def _is_outer(self, key: int) -> bool:
+        """Whether an optimizer steps without a backward after others have updated all its parameters, as in local SGD.
+
+        Its gradients are differences of parameters: in one series with true gradients they would look like a fault.
+        """
+        is_outer = self._clock.were_just_updated(key)
+        if is_outer:
+            of_rank = " The other gradients are those of this rank: metrics=[Ranks()] compares the ranks."
+            self.parts.notices.say(
+                "outer step",
+                "an optimizer steps without a backward, on parameters that another one has just updated, first after "
+                f"step {self._clock.step}, as the outer optimizer of local SGD does: its steps are not counted, and "
+                f"its gradients are not in the series.{of_rank if world_size() > 1 else ''}",
+            )
+        return is_outer
 
     def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:
