@@ -194,6 +194,13 @@ class Pipeline:
         whole, self._rank_parts = self._rank_parts.whole(), None
         if whole is not None and self._shards.split(whole.ranks):
             self._whole = whole
+            if whole.num_apart:
+                self._dispatcher.notice(
+                    "different values",
+                    f"the values of {whole.num_apart} parameters differed between ranks at watch(), and "
+                    "DistributedDataParallel does not synchronise them: each rank's are counted, as those of experts. "
+                    "If they are replicas, call watch() after they are made equal.",
+                )
             if self._parts.guard is not None:
                 self._parts.guard.refuse_parts()
 

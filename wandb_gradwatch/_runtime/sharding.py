@@ -23,6 +23,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_partial(tensor: Tensor | None) -> bool:
+    """Whether this is a DTensor whose values are the sums of what the ranks hold."""
+    return type(tensor).__name__ == "DTensor" and any(one.is_partial() for one in cast("Any", tensor).placements)
+
+
 def local_gradient(parameter: Tensor) -> Tensor:
     """The local part of a parameter's gradient, with the placements of the parameter.
 
