@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from wandb_gradwatch.metrics import Ranks
 PAGE = Path(__file__).parent.parent / "docs/distributed.md"
 BEGIN, END = "<!-- begin: python -m benchmarks.engines -->\n", "<!-- end -->\n"
 STEPS, BAD_STEP, CLIP, LEARNING_RATE = 4, 3, 0.1, 0.1
-TOKENS, LENGTH = 8, 4  # the vocabulary, and the length of a sequence
+TOKENS, BATCH = 8, 16  # the vocabulary, and the tokens of a rank at a step
 BAD_RANK = 1  # of which a gradient becomes NaN
 TOLERANCE = 1e-5  # relative; some engines work in float32
 TIME_LIMIT = 120  # seconds for all ranks of a regime to end
@@ -55,14 +55,14 @@ def part(*names: str) -> nn.Sequential:
 
 
 def batch(step: int, ranks: Iterable[int]) -> Tensor:
-    """Return the sequences of these ranks at a step, four for each rank."""
+    """Return the tokens of these ranks at a step."""
     generators = [torch.Generator().manual_seed(100 * step + rank) for rank in ranks]
-    return torch.cat([torch.randint(0, TOKENS, (4, LENGTH), generator=generator) for generator in generators])
+    return torch.cat([torch.randint(0, TOKENS, (BATCH,), generator=generator) for generator in generators])
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean loss of predicting the token before each one, in a circle."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+    """Return the mean loss of predicting the square of each token."""
+    return nn.functional.cross_entropy(logits, tokens**2 % TOKENS)
 
 
 @dataclass
@@ -136,7 +136,7 @@ def ddp_accumulated(rank: int, world: int) -> Training:
 
     def backward(step: int) -> None:
         tokens = batch(step, [rank])
-        for rows, context in ((tokens[:2], model.no_sync), (tokens[2:], contextlib.nullcontext)):
+        for rows, context in zip(tokens.chunk(2), (model.no_sync, contextlib.nullcontext), strict=True):
             with context():
                 (loss_of(model(rows), rows) / 2).backward()
 
@@ -191,14 +191,16 @@ def _tensor_parallel(model: nn.Module, mesh: Any, *, sequence: bool = False) -> 
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
 
-    inside: Any = Shard(1) if sequence else Replicate()
+    inside: Any = Shard(0) if sequence else Replicate()
     plan: dict[str, Any] = {
         "embedding": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=inside),
         "up": tp.ColwiseParallel(input_layouts=inside),
         "down": tp.RowwiseParallel(),
         "head": tp.ColwiseParallel(output_layouts=Replicate()),
     }
-    return tp.parallelize_module(model, mesh, plan | ({"norm": tp.SequenceParallel()} if sequence else {}))
+    return tp.parallelize_module(
+        model, mesh, plan | ({"norm": tp.SequenceParallel(sequence_dim=0)} if sequence else {})
+    )
 
 
 @regime("tensor parallel: embedding, columns, rows")
@@ -303,7 +305,7 @@ def deepspeed(rank: int, world: int) -> Training:
     deepspeed.init_distributed(dist_backend="gloo")
     model = whole().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+    config = {"train_micro_batch_size_per_gpu": BATCH, "zero_allow_untested_optimizer": True}
     return _averaging(deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0], rank)
 
 
@@ -336,6 +338,25 @@ def reference(world: int, *, tied: bool) -> dict[str, Any]:
     return {"names": names, "left": np.array(left), "received": np.array(received), "sizes": sizes}
 
 
+@contextlib.contextmanager
+def _nan_in_backward(parameters: list[Any]) -> Iterator[None]:
+    """Make this rank's part of the first gradient NaN, before an engine averages it if hooks see it then."""
+    first = parameters[0]
+
+    def spoil(parameter: Any) -> None:
+        parameter.grad.mul_(torch.nan)
+
+    if hasattr(first, "_local_tensor"):  # FSDP2 and tensor parallelism call only these hooks
+        handle = first.register_post_accumulate_grad_hook(spoil)
+    else:
+        handle = first.register_hook(lambda gradient: gradient * torch.nan)
+    yield
+    handle.remove()
+    gradients = [local(one.grad) for one in parameters if one.grad is not None]
+    if all(one.isfinite().all() for one in gradients):  # FSDP1 calls no hook of the parameter
+        spoil(next(one for one in parameters if one.grad is not None))
+
+
 def _train(name: str, rank: int, world: int, *, poisoned: bool = False, **options: Any) -> tuple[Training, Any, Any]:
     """Train under a regime. Returns the training, the watcher, None without options, and its sink."""
     training, sink = REGIMES[name][0](rank, world), MemorySink()
@@ -345,16 +366,11 @@ def _train(name: str, rank: int, world: int, *, poisoned: bool = False, **option
     if options:
         options |= {"metrics": [Ranks()]} if poisoned and training.are_replicas else {}
         watcher = wandb_gradwatch.watch(training.model, sinks=[sink], sample_every=1, **options)
-    hit = [training.parameters[0]] if poisoned and rank == BAD_RANK else []
     for step in range(STEPS):
         optimizer.zero_grad()
-        is_hit = step + 1 == BAD_STEP
-        handles = [one.register_hook(lambda g: g * torch.nan) for one in hit if is_hit and training.are_replicas]
-        training.backward(step)
-        for handle in handles:
-            handle.remove()
-        for parameter in hit if is_hit and not training.are_replicas else ():
-            parameter.grad.mul_(torch.nan)
+        is_bad = poisoned and rank == BAD_RANK and step + 1 == BAD_STEP
+        with _nan_in_backward(training.parameters) if is_bad else contextlib.nullcontext():
+            training.backward(step)
         training.clip_all()
         optimizer.step()
     return training, watcher, sink
