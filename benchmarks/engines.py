@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -322,7 +323,7 @@ def megatron(rank: int, world: int) -> Training:
     return _averaging(model, rank)
 
 
-def reference(world: int, *, tied: bool) -> dict[str, Any]:
+def reference(world: int, *, tied: bool, clip: float = CLIP) -> dict[str, Any]:
     """Train in one process on the batches of all ranks. Returns norms [S, P] before and after clipping, and names."""
     model, names = (one := whole(tied=tied)), [name for name, _ in one.named_parameters()]
     parameters, left, received = list(model.parameters()), [], []
@@ -331,7 +332,7 @@ def reference(world: int, *, tied: bool) -> dict[str, Any]:
         tokens = batch(step, range(world))
         loss_of(model(tokens), tokens).backward()
         left.append([parameter.grad.norm().item() for parameter in parameters])
-        nn.utils.clip_grad_norm_(parameters, CLIP)
+        nn.utils.clip_grad_norm_(parameters, clip)
         received.append([parameter.grad.norm().item() for parameter in parameters])
         torch.optim.SGD(parameters, lr=LEARNING_RATE).step()
     sizes = [parameter.numel() for parameter in parameters]
@@ -358,7 +359,10 @@ def _nan_in_backward(parameters: list[Any]) -> Iterator[None]:
 
 
 def _train(name: str, rank: int, world: int, *, poisoned: bool = False, **options: Any) -> tuple[Training, Any, Any]:
-    """Train under a regime. Returns the training, the watcher, None without options, and its sink."""
+    """Train under a regime; with `poisoned` unclipped, with a NaN. Returns the training, the watcher and its sink.
+
+    Without `options` of watch() the model is not watched, and the watcher is None.
+    """
     training, sink = REGIMES[name][0](rank, world), MemorySink()
     make = training.make_optimizer or (lambda some: torch.optim.SGD(some, lr=LEARNING_RATE, foreach=False))
     optimizer = make(training.parameters)
@@ -371,13 +375,14 @@ def _train(name: str, rank: int, world: int, *, poisoned: bool = False, **option
         is_bad = poisoned and rank == BAD_RANK and step + 1 == BAD_STEP
         with _nan_in_backward(training.parameters) if is_bad else contextlib.nullcontext():
             training.backward(step)
-        training.clip_all()
+        if not poisoned:
+            training.clip_all()
         optimizer.step()
     return training, watcher, sink
 
 
 def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
-    """Train under a regime without and with watch(), and compare with the reference; with a NaN on the last rank."""
+    """Train without watch(), with it, and unclipped with a NaN on one rank; compare with `reference`."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -399,9 +404,11 @@ def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
     same = all(torch.equal(one, local(other)) for one, other in zip(plain, training.parameters, strict=True))
     _, bad_watcher, bad_sink = _train(name, rank, world, poisoned=True, log_every=STEPS)
     bad_watcher.flush()
+    before_bad = bad_sink.merged().grad_norm[: BAD_STEP - 1, order]
+    unclipped = reference(world, tied=training.tied, clip=math.inf)["left"][: BAD_STEP - 1]
     return {
         "outcome": "measured",
-        "norm": _error(snapshot.grad_norm[:, order], truth["left"][rows]),
+        "norm": max(_error(snapshot.grad_norm[:, order], truth["left"][rows]), _error(before_bad, unclipped)),
         "received": _error(snapshot.grad_norm_clipped[:, order], truth["received"][rows]),
         "elements": snapshot.num_elements[-1][order].astype(int).tolist() == truth["sizes"],
         "clip_ratio": float(snapshot.clip_ratio),
