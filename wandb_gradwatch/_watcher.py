@@ -32,7 +32,7 @@ from ._pipeline.saved_state import load_state, save_state
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
 from ._runtime.notices import CannotWatchError
 from ._runtime.rank_session import RankSession
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, world_size
+from ._runtime.sharding import rank, refused_engine, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
@@ -80,6 +80,8 @@ class Watcher:
         self._pipeline = Pipeline(
             parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, self._session
         )
+        if parts.guard is not None:
+            parts.guard.compare_ranks = self._pipeline.compare_ranks
         self._models: list[weakref.ref[torch.nn.Module]] = []
         try:
             self._sampler.start(self._session)
@@ -400,10 +402,11 @@ class Watcher:
     def _deliver(self, *, wait: bool = False, flushed: bool = False, final: bool = False) -> None:
         self._say()
         is_new, self._is_new = self._is_new, False
-        if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
+        why = refused_engine(self._registry.models()) if is_new else None
+        if why is not None:  # the engine was set up since watch(), and no backward was seen
             self._stop()
             self._close()
-            logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
+            logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", why)
             return
         while self._found:
             self._dispatcher.send(self._found.pop(0))

@@ -76,6 +76,16 @@ class OpenSample:
         if parts.probes.look_inside and parts.schedule.is_sampled and parts.shards.is_whole(parameter):
             parts.probes.tell(Probe.gradient_arrived, parts.registry.names[slot], gradient.detach())
 
+    def measure_unmarked(self, entries: Sequence[Entry]) -> None:
+        """Measure the gradients of backwards that no hook has seen.
+
+        Parameters that had no gradient in the last sample count as reached if their gradient is not 0.
+        """
+        clock = self._parts.clock
+        clock.marked |= {slot for slot, p in entries if p.grad is not None and slot in clock.marked_before}
+        self.measure_present(entries)
+        self.mark_present(entries)
+
     def _drop_zeros_among(self, entries: Sequence[Entry]) -> None:
         """Drop the rows of unmarked gradients that are 0: zero_grad(set_to_none=False) has left them."""
         if unmarked := sorted(slot for slot, _ in self._parts.unmarked(entries)):

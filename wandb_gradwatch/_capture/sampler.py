@@ -7,6 +7,7 @@
     the step delegates to another     StepHooks     -> before_inner_step   measure what the step has changed so far
     an optimizer has stepped          StepHooks     -> after_step          close the sample if it is complete
     a scaler unscales or skips        GradScalers   -> before_unscale, step_skipped
+    a pipeline runs its micro-batches PipelineSchedules -> schedule_begins, schedule_ended: they are one backward
 
 The SampleClock decides when a sample is complete; the sampler then commits it to the window. The file is long because
 every event of a training enters here, and their order is easier to see in one place.
@@ -15,15 +16,19 @@ every event of a training enters here, and their order is easier to see in one p
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .._guard.step_skipping import StepSkipping, take_over_votes
 from .._runtime.autograd import backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
+from .._runtime.notices import CannotWatchError
+from .._runtime.pipelining import SCHEDULES, divisor_of, stages_of
 from .._runtime.rank_session import RankSession
+from .._runtime.sharding import refused_engine, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, is_torchs
 from .._transfer.sample_buffer import SampleBuffer
 from .clock import Closed, SampleClock
@@ -68,6 +73,7 @@ class Sampler(Listener):
         self._backward_rest = BackwardRest(parts, self._sample)
         self.counter: Rest | None = None  # counts steps while the hooks are off
         self._inside_backward = False
+        self._inside_schedule = False  # whether a pipeline schedule runs, whose backwards are parts of one
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
         self._settled = (0.0, 0.0, 0.0)  # at the last sample: seconds spent, seconds of the host, and of the device
@@ -87,6 +93,7 @@ class Sampler(Listener):
             take_over_votes(parameter for _, parameter in entries)
         self._sample.begin()
         SCALERS.subscribe(self)
+        SCHEDULES.subscribe(self)
         STEP_HOOKS.subscribe(self)
 
     def stop(self) -> None:
@@ -98,6 +105,7 @@ class Sampler(Listener):
         self.counter = None
         STEP_HOOKS.unsubscribe(self)
         SCALERS.unsubscribe(self)
+        SCHEDULES.unsubscribe(self)
         self._hooks.remove()
         if self._guard is not None:
             if not self.parts.thread.is_another:  # otherwise after_step() gives withheld gradients back
@@ -110,7 +118,30 @@ class Sampler(Listener):
             self._sample.gradient_arrived(slot, parameter)
 
     @contained
+    def schedule_begins(self, schedule: Any) -> None:
+        in_stages = {id(parameter) for stage in stages_of(schedule) for parameter in stage.parameters()}
+        if self.counter is None and not in_stages.isdisjoint(self.parts.registry.slot_of_id):
+            if self._guard is not None and world_size() > 1:
+                self._guard.refuse_parts()
+            self._gradients_begin(has_accumulated=False)
+            self._inside_schedule = True
+
+    @contained
+    def schedule_ended(self, schedule: Any) -> None:
+        if self._inside_schedule:
+            self._inside_schedule = False
+            self.parts.loss.rescale(torch.tensor(1 / divisor_of(schedule), dtype=torch.float64))
+            self._gradients_complete(of_schedule=True)
+
+    @contained
     def _backward_begins(self, has_accumulated: bool) -> None:
+        if not self._inside_schedule:
+            self._gradients_begin(has_accumulated=has_accumulated)
+
+    def _gradients_begin(self, *, has_accumulated: bool) -> None:
+        is_first = not (self._clock.num_closed or self._clock.backwards or self._inside_backward)
+        if is_first and (why := refused_engine(self.parts.registry.models())) is not None:
+            raise CannotWatchError(why)  # the engine was set up since watch()
         STEP_HOOKS.drop_raised()  # a step that raised must not keep the clock muted
         self.parts.thread.backward_begins()
         if self._clock.muted:
@@ -130,6 +161,21 @@ class Sampler(Listener):
 
     @contained
     def _backward_ended(self) -> None:
+        if not self._inside_schedule:
+            self._gradients_complete()
+        elif not self._clock.muted:
+            self._see_loss()
+
+    def _see_loss(self) -> None:
+        """Add the loss that the current backward was called on."""
+        loss, scale = self.parts.loss, self.parts.loss_scale
+        loss.settle()
+        scale.forget()
+        if self.parts.rows_are_read and (root := backward_root()) is not None:
+            loss.see(root, scale.of_backward(root.device, self._hooks.reached), of_all=scale.is_given)
+
+    def _gradients_complete(self, *, of_schedule: bool = False) -> None:
+        """A backward has ended, or all backwards of a pipeline schedule, whose losses are already added."""
         self._inside_backward = False
         if self._clock.muted:
             return
@@ -150,11 +196,11 @@ class Sampler(Listener):
                     self._sample.was_reset = by_hand.withholds  # it counts if an optimizer steps after all
                     self._clock.marked |= reached
                 by_hand.remember_parameters()
-        parts.loss.settle()
-        parts.loss_scale.forget()
-        if parts.rows_are_read and (root := backward_root()) is not None:
-            parts.loss.see(root, parts.loss_scale.of_backward(root.device, reached), of_all=parts.loss_scale.is_given)
-        if self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
+        if not of_schedule:
+            self._see_loss()
+        if self.parts.is_measured and of_schedule:  # a zero-bubble schedule makes gradients that no hook marks
+            self._sample.measure_unmarked(parts.follow())
+        elif self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
             # Every backward may be the last before the step: the last group of micro-batches may be shorter.
             self._sample.measure_present(self.parts.follow())
         elif by_hand.possible:
@@ -221,7 +267,7 @@ class Sampler(Listener):
             self.parts.replay.before_step(self._clock.open_step, optimizer)
         if not inside_backward:
             self._deliver()
-            if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
+            if self._clock.is_late(key) and (self._is_outer(key) or self.parts.joins_silently(optimizer, key)):
                 self._joining = key
                 return
         if not self._clock.num_closed and not self._clock.backwards and not inside_backward:
@@ -241,6 +287,22 @@ class Sampler(Listener):
         if self.parts.is_measured and self._joining is None:
             self._sample.inspect_inner(optimizer)
             self._sample.follow_update(optimizer, changes_gradients=not is_torchs)
+
+    def _is_outer(self, key: int) -> bool:
+        """Whether an optimizer steps without a backward after others have updated all its parameters, as in local SGD.
+
+        Its gradients are differences of parameters: in one series with true gradients they would look like a fault.
+        """
+        is_outer = self._clock.were_just_updated(key)
+        if is_outer:
+            of_rank = " The other gradients are those of this rank: metrics=[Ranks()] compares the ranks."
+            self.parts.notices.say(
+                "outer step",
+                "an optimizer steps without a backward, on parameters that another one has just updated, first after "
+                f"step {self._clock.step}, as the outer optimizer of local SGD does: its steps are not counted, and "
+                f"its gradients are not in the series.{of_rank if world_size() > 1 else ''}",
+            )
+        return is_outer
 
     def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:

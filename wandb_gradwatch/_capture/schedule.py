@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch.distributed.distributed_c10d import Store
 
 from .._runtime.autograd import Entry
+from .._runtime.sharding import is_partial
 from .cadence import Budget, Cadence, Plan
 from .clock import SampleClock
 
@@ -91,9 +92,13 @@ class Schedule:
     def compared(self, unmodified: Sequence[Entry]) -> Sequence[Entry]:
         """Return which of the open step's gradients that look unmodified are compared by value with their rows.
 
-        A part is enough: code that clips through `.data` modifies all of them.
+        A part is enough: code that clips through `.data` modifies all of them. Partial sums over ranks are left out:
+        their values need a collective, but each rank decides on its own how much it compares.
         """
-        if not self._compared_one_in or not unmodified:
+        if not self._compared_one_in:
+            return ()
+        unmodified = [entry for entry in unmodified if not is_partial(entry[1].grad)]
+        if not unmodified:
             return ()
         one_in = min(self._compared_one_in, len(unmodified))
         turn = self._num_compared % one_in

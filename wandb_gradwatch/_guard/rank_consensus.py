@@ -18,8 +18,16 @@ _LEAVES: Final = -(
 )  # in the place of a number of elements, which it exceeds: the sum shows that a guard is gone
 
 
-def refuse_guard(*, uses_fsdp1: bool, function: bool) -> None:
-    """Raise a ValueError for a guard that ranks with shards of one model cannot follow alike."""
+PARTS_REFUSED: Final = (
+    "guard= does not work where ranks train different parameters (pipeline stages, experts), because a rank would skip "
+    "a step that the others make; use guard=None"
+)
+
+
+def refuse_guard(*, uses_fsdp1: bool, function: bool, has_stages: bool = False) -> None:
+    """Raise a ValueError for a guard that ranks with shards or stages of one model cannot follow alike."""
+    if has_stages:
+        raise ValueError(PARTS_REFUSED)
     if uses_fsdp1:
         raise ValueError(
             "guard= does not work with FullyShardedDataParallel (FSDP1), whose ranks could not decide alike; "

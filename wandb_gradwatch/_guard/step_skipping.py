@@ -28,14 +28,14 @@ from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import raised_to_the_user
-from .._runtime.notices import Notices
+from .._runtime.notices import CannotWatchError, Notices
 from .._runtime.sharding import Shards, is_sharded, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Found, Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
 from .guard import SkipGuard, honours_found_inf
-from .rank_consensus import RankConsensus, refuse_guard
+from .rank_consensus import PARTS_REFUSED, RankConsensus, refuse_guard
 
 # N parameters of an optimizer
 
@@ -92,6 +92,7 @@ class StepSkipping(Listener):
     ) -> None:
         self._guard, self._window, self._shards, self._known, self._notices = guard, window, shards, known, notices
         self.replay: StepReplay | None = None  # runs a bad step again
+        self.compare_ranks: Callable[[], None] = lambda: None  # raises if ranks train different parameters
         self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
         self._consensuses: dict[tuple[int, ...], RankConsensus] = {}  # of each optimizer, by its slots
         self._version = -1  # of the parameters, when the consensuses were made
@@ -127,6 +128,7 @@ class StepSkipping(Listener):
             found: what else is known of the open sample, by key, for a guard's function.
         """
         self.learn()
+        self.compare_ranks()
         consensus = self._consensus(entries, version)
         # With shards use all slots, so that all ranks mean the same parameters: an empty shard may have no gradient.
         slots = tuple(sorted(slot for slot, parameter in entries if consensus or parameter.grad is not None))
@@ -147,6 +149,14 @@ class StepSkipping(Listener):
         else:  # the only place where a guard makes the host wait
             values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
+
+    def refuse_parts(self) -> None:
+        """Refuse to decide: ranks train different parameters.
+
+        Raises:
+            CannotWatchError: always.
+        """
+        raise CannotWatchError(PARTS_REFUSED)
 
     def _consensus(self, entries: Sequence[Entry], version: int) -> RankConsensus | None:
         """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole."""

@@ -69,7 +69,7 @@ class Pipeline:
         self._seconds_spent = seconds_spent
         self._began, self._spent_before = time.perf_counter(), seconds_spent()
         self._session = session
-        self._has_looked = session is None  # whether it has looked for other ranks: at the first sample
+        self._has_looked = False  # whether it has looked for other ranks
         self._whole: WholeModel | None = None  # set if ranks have different parameters
         self._probes = parts.probes
         self._arrived: deque[tuple[ArrivedSample | ArrivedFlush, Names]] = deque()  # with the names at that time
@@ -163,8 +163,7 @@ class Pipeline:
             raise raised[0]
 
     def _take(self, sample: ArrivedSample) -> None:
-        if not self._has_looked:
-            self._look_for_ranks()
+        self.compare_ranks()
         if sample.sample.left_out:
             if not (num_bad := np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]])):
                 return
@@ -200,13 +199,29 @@ class Pipeline:
             if not merges_ranks:
                 self._unjudged.append(sample)
 
-    def _look_for_ranks(self) -> None:
-        """Find out whether other ranks have different parameters, and meet them if windows are to be merged."""
-        assert self._session is not None
+    def compare_ranks(self) -> None:
+        """Learn once, at the first sample or before the guard's first decision, whether ranks train different parts.
+
+        If windows are to be merged, meet the other ranks.
+
+        Raises:
+            CannotWatchError: they train different parts, and there is a guard.
+        """
+        if self._has_looked or self._session is None:
+            return
         self._has_looked = True
-        whole = whole_model(self._session, self._parts.registry.prefix)
+        whole = whole_model(self._session, self._parts.registry)
         if whole is not None and self._shards.split(whole.ranks):
             self._whole = whole
+            if whole.num_apart:
+                self._dispatcher.notice(
+                    "different values",
+                    f"the values of {whole.num_apart} parameters differed between ranks at watch(), and "
+                    "DistributedDataParallel does not synchronise them: each rank's are counted, as those of experts. "
+                    "If they are replicas, call watch() after they are made equal.",
+                )
+            if self._parts.guard is not None:
+                self._parts.guard.refuse_parts()
         self._shards.any |= self._session.is_ambiguous
         if self._parts.merges_ranks:
             self._meet_ranks()

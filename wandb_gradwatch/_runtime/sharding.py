@@ -22,18 +22,26 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_partial(tensor: Tensor | None) -> bool:
+    """Whether this is a DTensor whose values are the sums of what the ranks hold."""
+    return type(tensor).__name__ == "DTensor" and any(one.is_partial() for one in cast("Any", tensor).placements)
+
+
 def local_gradient(parameter: Tensor) -> Tensor:
     """The local part of a parameter's gradient, with the placements of the parameter.
 
-    A gradient that is still a partial sum over ranks is reduced first, as the optimizer would do, by a collective that
-    all ranks reach in the same order, because all of them own the parameter.
+    Autograd may leave a gradient with other placements: the whole gradient of a sharded embedding on every rank, or
+    partial sums for the weight of a layer norm under sequence parallelism. Then it is redistributed, as the optimizer
+    will do it, so that every element is counted by the rank that counts the same element of the parameter. From a
+    replica to a shard that is a slice; otherwise it is a collective, which all ranks reach in the same order, because
+    all of them own the parameter.
     """
     gradient = parameter.grad
     assert gradient is not None
     if type(gradient).__name__ == "DTensor":
-        dtensor = cast("Any", gradient)
-        if any(placement.is_partial() for placement in dtensor.placements):
-            dtensor = dtensor.redistribute(placements=cast("Any", parameter).placements)
+        dtensor, placements = cast("Any", gradient), cast("Any", parameter).placements
+        if dtensor.placements != placements:
+            dtensor = dtensor.redistribute(placements=placements)
         return cast("Tensor", dtensor._local_tensor)
     return gradient
 
@@ -48,20 +56,28 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-DEEPSPEED_REFUSED: Final = (
+_DEEPSPEED: Final = (
     "a model that DeepSpeed trains cannot be watched: its engine averages and clips gradients in buffers of its own; "
     "log engine.get_global_grad_norm() instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
 )
+_MAIN_GRAD: Final = (
+    "a model whose gradients are in parameter.main_grad cannot be watched: Megatron-core accumulates and averages them "
+    "there, and parameter.grad is this rank's own share or None; log the grad_norm that optimizer.step() returns "
+    "instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
+)
 
 
-def has_deepspeed(models: Iterable[nn.Module]) -> bool:
-    """Whether one of these models is a DeepSpeed engine or is trained by one, which shows by its forward hooks."""
-    if "deepspeed" not in sys.modules:
-        return False
+def refused_engine(models: Iterable[nn.Module]) -> str | None:
+    """Why the engine that trains one of these models makes watching impossible, and what to do; None: it does not."""
     modules = [module for model in models for module in model.modules()]
-    classes = (cls.__name__ for module in modules for cls in type(module).__mro__)
-    hooks = (getattr(hook, "__module__", "") for module in modules for hook in module._forward_pre_hooks.values())
-    return "DeepSpeedEngine" in classes or any(name.startswith("deepspeed.") for name in hooks)
+    # DeepSpeed's engine shows by its class, or by the forward hooks that it puts on the model.
+    if "deepspeed" in sys.modules:
+        classes = (cls.__name__ for module in modules for cls in type(module).__mro__)
+        hooks = (getattr(hook, "__module__", "") for module in modules for hook in module._forward_pre_hooks.values())
+        if "DeepSpeedEngine" in classes or any(name.startswith("deepspeed.") for name in hooks):
+            return _DEEPSPEED
+    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    return _MAIN_GRAD if any(getattr(one, "main_grad", None) is not None for one in parameters) else None
 
 
 class Shards:

@@ -67,7 +67,7 @@ class StepCounter:
 
 
 class Listener:
-    """A subscriber to optimizer steps, gradient scalers or clipping functions, with methods that do nothing."""
+    """A subscriber to steps of optimizers or pipelines, gradient scalers or clipping: methods that do nothing."""
 
     counter: StepCounter | None = None  # the listener is not called for steps that the counter counts
     boundary: ErrorBoundary  # gets the exceptions of the counter
@@ -118,6 +118,12 @@ class Listener:
 
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
         """The gradients of these are clipped, if they exceeded the limit."""
+
+    def schedule_begins(self, schedule: Any) -> None:
+        """A pipeline schedule is about to run the forwards and backwards of all micro-batches."""
+
+    def schedule_ended(self, schedule: Any) -> None:
+        """A pipeline schedule has run them and scaled the gradients, or it has raised."""
 
 
 class Listeners:
