@@ -228,10 +228,10 @@ class RunReader:
         """Return the last table, if any, and why it cannot be read."""
         if self._table_path is None:
             return None, ""
-        files = (self._path.parent / "files").resolve()
-        table = (files / self._table_path).resolve()
+        folder = self._path.parent.resolve()
+        table = (folder / "files" / self._table_path).resolve()
         # The path is read from the file, so it is not followed if it leads outside the run's own directory.
-        if not (table.is_relative_to(files) and table.is_file()):
+        if not (table.is_relative_to(folder) and table.is_file()):
             return None, "is not in the run's directory"
         try:
             content = json.loads(table.read_text(encoding="utf-8"))
