@@ -46,7 +46,8 @@ from wandb_gradwatch._page.packing import (
 )
 from wandb_gradwatch._page.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, script_json, write_page
 from wandb_gradwatch._page.payload import build_payload, knots, other_axes
-from wandb_gradwatch._page.read import HEADER, RunReader, read_run, steps_between
+from wandb_gradwatch._page.read import HEADER, RunReader, read_run
+from wandb_gradwatch._page.step_axis import steps_between
 from wandb_gradwatch.snapshot import keys
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"

@@ -19,6 +19,9 @@ MAX_KINDS: Final = 8
 # not ask for, is so in the next samples as well.
 ALIKE: Final = 5
 
+# Kinds of plain values, one of which a loaded value must not replace by another.
+_SAME_KIND: Final = ((bool, int, float), (str,), (list, tuple, set, deque), (dict,))
+
 Kept = TypeVar("Kept", bound="Remembers")
 
 
@@ -58,6 +61,8 @@ def _restored(now: Any, value: Any) -> Any:
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(value)
         return now
+    if value is not None and any(isinstance(now, kinds) and not isinstance(value, kinds) for kinds in _SAME_KIND):
+        raise ValueError(f"{now!r:.50} cannot be replaced by {value!r:.50}")
     if isinstance(now, list | tuple | set | deque):
         items = [np.array(item, dtype=np.float64) if isinstance(item, list) else item for item in value]
         return deque(items, now.maxlen) if isinstance(now, deque) else type(now)(items)
@@ -92,8 +97,8 @@ class PerName:
         return {name: value for name, value in self._all().items() if value != self.default and value == value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.names, self.values_P = (), np.zeros(0)
         self._elsewhere = {str(name): float(value) for name, value in state.items()}
+        self.names, self.values_P = (), np.zeros(0)
 
 
 class Streaks(Remembers):

@@ -16,16 +16,17 @@ _MAYBE_SECRET_NAME: Final = re.compile(
 )
 _HASH_NAME: Final = re.compile(r"commit|sha|hash|revision|digest|checksum|git|version")
 
-# The forms of well-known tokens, and names with values inside of a text, such as a command line.
+# The forms of well-known tokens, and names with values inside of a text, such as a command line. What may repeat before
+# a match fails has a limit: otherwise the search would take quadratic time.
 _SECRET_VALUE: Final = re.compile(
     r"\b(sk|rk|pk)[-_][A-Za-z0-9_-]{16,}"  # OpenAI, Anthropic, Stripe
     r"|\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bnpm_[A-Za-z0-9]{30,}"
     r"|\bxox[a-z]-[\w-]{8,}|\bwandb_v\d_\w{16,}|\blocal-[0-9a-f]{40}\b|\bdop_v1_\w{20,}|\bpypi-[\w-]{20,}"
     r"|\b(AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bya29\.[\w-]{10,}|\bSG\.[\w-]{16,}\.[\w-]{16,}"
-    r"|\beyJ[\w-]{8,}\.[\w-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY|(hooks\.slack\.com/|discord(app)?\.com/api/web)"
-    r"|://[^/\s:@]*:[^/\s@]+@|\b(Bearer|Basic)\s+[\w+/.=~-]{8,}|[?&](sig|signature|X-Amz-Signature)="
-    r"""|(?i:(passw(or)?d|passphrase|pwd|secret|credential|token|(api|access)[_-]?key)\w*["']?\s*[=:]\s*["']?)"""
-    r"""(?![\d.]+\b)[^\s"',}]+|--[\w-]*(?i:key|token|secret|passw)[\w-]*\s+\S{6,}"""
+    r"|\beyJ[\w-]{8,300}\.[\w-]{8,}|-----BEGIN [A-Z ]{0,40}PRIVATE KEY|(hooks\.slack\.com/|discord(app)?\.com/api/web)"
+    r"|://[^/\s:@]{0,200}:[^/\s@]{1,200}@|\b(Bearer|Basic)\s+[\w+/.=~-]{8,}|[?&](sig|signature|X-Amz-Signature)="
+    r"""|(?i:(passw(or)?d|passphrase|pwd|secret|credential|token|(api|access)[_-]?key)\w{0,40}["']?\s{0,5}[=:]\s{0,5}["']?)"""
+    r"""(?![\d.]+\b)[^\s"',}]+|--[\w-]{0,40}(?i:key|token|secret|passw)[\w-]{0,40}\s{1,5}\S{6,}"""
 )
 _HEXADECIMAL: Final = re.compile(r"\b([0-9a-f]{40}|[0-9a-f]{32}|[0-9a-f]{64})\b", re.IGNORECASE)  # as W&B's keys
 
