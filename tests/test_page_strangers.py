@@ -5,22 +5,30 @@ from __future__ import annotations
 import ast
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from fake_run import GPT_NAMES
+from hypothesis import given
+from hypothesis import strategies as st
 from wandb.proto.wandb_internal_pb2 import Record
 
 import wandb_gradwatch
 from benchmarks.page import write_record
 from wandb_gradwatch._cli import main
+from wandb_gradwatch._page import packing, read, step_axis
+from wandb_gradwatch._page.history import MAX_DEPTH, RecordedAlert
 from wandb_gradwatch._page.page import page_in, write_html
-from wandb_gradwatch._page.read import HEADER
+from wandb_gradwatch._page.read import HEADER, read_run
 from wandb_gradwatch._page.redaction import HIDDEN, redacted
+from wandb_gradwatch._page.verdict import cause_of
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import ConsoleSink
 
@@ -232,6 +240,125 @@ def test_neither_the_console_nor_an_alert_nor_the_summary_controls_the_terminal(
     for text in (file.getvalue(), str(sent), str(summarise(snapshot, alerts=[sent]))):
         assert "‹U+001B›" in text
         assert controls(text) == []
+
+
+ODD_VALUES = (
+    *("-", "Nope", "1e5x", "--1", "0x10", "[", "{", "NaN", "-Infinity", "1e999", "-5", "2.5", "null", "true", '"x"'),
+    *("1" * 5000, "[" * 100_000, '{"a":' * 100_000, '{"' + "k" * 5000 + '":1}', '{"_type":"table-file","path":5}'),
+    '{"_type":"histogram","bins":"x","values":[1]}',
+    f'{{"_type":"histogram","bins":{[float(i) for i in range(66)]},"values":{[1e308] * 65}}}',
+    f'{{"_type":"histogram","bins":{["9" * 5000]},"values":[-1]}}',
+)
+ODD_KEYS = (
+    "_step",
+    "_timestamp",
+    "gradwatch/step",
+    "grad_norm/head/weight",
+    "loss",
+    "gradients/head/weight",
+    "k" * 3000,
+)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("key", ODD_KEYS, ids=lambda key: key[:20])
+def test_an_odd_value_costs_no_other_row_and_is_said(key: str, tmp_path: Path) -> None:
+    spoiled = [
+        row({"loss": 1.0} | ({} if key == "_step" else {"_step": 20 + i}), {key: odd})
+        for i, odd in enumerate(ODD_VALUES)
+    ]
+    path = write(tmp_path / "run", [settings({}), *rows(20), *spoiled, *rows(1, name="last/weight")])
+    history = read_run(path)
+    assert set(range(0, 100, 5)) <= set(history.steps.tolist())
+    assert {"head/weight", "last/weight"} <= set(history.names)
+    (note,) = [note for note in history.notes if "cannot be read and are left out" in note]
+    assert (
+        f"values in run-r1.wandb cannot be read and are left out; the first of them has the key '{key[:100]}'" in note
+    )
+    for command in (["view", str(path)], ["view", str(path), str(path)], ["diff", str(path), str(path)]):
+        assert run(*command).exit_code == 0
+
+
+@pytest.mark.parametrize("odd", [odd for odd in ODD_VALUES if odd[0] in "-N1[{"])
+def test_an_odd_setting_or_table_costs_nothing_else(odd: str, tmp_path: Path) -> None:
+    configured = settings({"lr": 0.1})
+    item = configured.run.config.update.add()
+    item.key, item.value_json = "odd", odd
+    configured.run.start_time.seconds = 2**62  # no such year
+    table = row({"gradwatch/flight_recorder": {"_type": "table-file", "path": "table.json"}})
+    path = write(tmp_path / "run", [configured, *rows(), table])
+    (path / "files").mkdir()
+    (path / "files" / "table.json").write_text(f'{{"columns": ["a"], "data": [[{odd}], 1]}}')
+    history = read_run(path)
+    assert (len(history.steps), history.config["lr"], history.started_at) == (20, 0.1, "")
+    assert any("table.json' cannot be read" in note for note in history.notes)
+    assert run("view", str(path)).exit_code == 0
+
+
+def test_a_record_that_is_none_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "run", [settings({}), *rows(10)])
+    (file,) = path.iterdir()
+    with file.open("ab") as opened:
+        write_record(opened, b"\xff\xff\xff")
+        for record in rows(20)[10:]:
+            write_record(opened, record.SerializeToString())
+    history = read_run(path)
+    assert len(history.steps) == 20
+    assert any("corrupt data was skipped in 1" in note for note in history.notes)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=6))
+def test_the_rate_between_steps_is_what_trying_all_rates_gives(gaps: list[tuple[int, int]]) -> None:
+    placed, sampled = (np.cumsum([0, *one]).astype(float) for one in zip(*gaps, strict=True))
+
+    def fits(rate: float) -> bool:
+        return max(sampled - rate * placed) <= min(sampled[1:] - rate * placed[:-1])
+
+    mean = sampled[-1] / placed[-1]
+    tried = [rate for rate in (mean, *range(1, math.ceil(mean) + 1)) if rate % 1 == 0 and fits(rate)]
+    found = step_axis._whole_rate(placed, sampled)
+    assert (None if found is None else found[0]) == next(iter(tried), None)
+
+
+def test_few_rates_are_tried_however_large_the_steps_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    argmax = np.argmax
+    monkeypatch.setattr(step_axis.np, "argmax", lambda values: tried.append(values) or argmax(values))
+    step_axis.steps_between(np.array([5.0]), np.array([0.0, 1, 2]), np.array([0.0, 10, 2.0**52 + 1]))
+    assert 0 < len(tried) < 20
+
+
+def test_histograms_of_any_number_of_names_are_thinned_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MAX_STORED", 100)
+    collector, edges, counts = packing.HistogramCollector(), list(range(66)), [1] * 65
+    for name in range(1000):
+        collector.add(("", str(name)), 1, edges, counts)
+    assert len(collector.series()[""]) == 50  # with more, each name's only histogram would be thinned again and again
+    assert collector._stride == 1
+
+
+def test_more_keys_than_a_run_can_have_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(read, "MAX_KEYS", 30)
+    history = read_run(write(tmp_path / "run", [*rows(), *(row({"_step": i, f"own{i}": 1.0}) for i in range(100))]))
+    assert len(history.own) < 30
+    assert len(history.steps) == 20
+    assert any("values in run-r1.wandb cannot be read" in note for note in history.notes)
+
+
+def test_a_cause_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a search that tries every bracket, this text would take hours."""
+    assert cause_of(RecordedAlert("A title", "Probable cause: " + " (" * 500_000, "ERROR", 1)) == " ".join(
+        ["("] * 500_000
+    )
+    assert (
+        cause_of(RecordedAlert("A", "Probable cause: one (a, b), or two (c). Remedy: x", "ERROR", 1)) == "one, or two"
+    )
+
+
+def test_prefixes_of_names_are_limited(tmp_path: Path) -> None:
+    history = replace(read_run(write(tmp_path / "run", rows())), config={"gradwatch": {"names": ["a." * 100_000, 1]}})
+    assert len(history._places) <= MAX_DEPTH + 1
+    assert history.names == ["head/weight"]
 
 
 def calls(tree: ast.AST, is_one: Callable[[str], bool]) -> list[str]:

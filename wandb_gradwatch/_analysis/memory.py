@@ -33,6 +33,8 @@ class Remembers:
         return {name: _plain(getattr(self, name)) for name in self._remembered()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping):
+            raise ValueError(f"the state of {type(self).__name__} cannot be {state!r:.50}")
         loaded = {name: _restored(getattr(self, name), state[name]) for name in self._remembered()}
         vars(self).update(loaded)
 
@@ -97,7 +99,7 @@ class PerName:
         return {name: value for name, value in self._all().items() if value != self.default and value == value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self._elsewhere = {str(name): float(value) for name, value in state.items()}
+        self._elsewhere = {_checked_name(name): float(value) for name, value in state.items()}
         self.names, self.values_P = (), np.zeros(0)
 
 
@@ -217,7 +219,13 @@ class PerKind(Generic[Kept]):
         return [[sorted(members), kept.state_dict()] for members, kept in self._kept]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
-        self._names, self._of_mask, self._kept = (), {}, []
-        for members, of_kind in state:
-            self._kept.append((frozenset(members), self._make()))
-            self._kept[-1][1].load_state_dict(of_kind)
+        loaded = [(frozenset(map(_checked_name, members)), self._make()) for members, _ in state]
+        for (_, kept), (_, of_kind) in zip(loaded, state, strict=True):
+            kept.load_state_dict(of_kind)
+        self._names, self._of_mask, self._kept = (), {}, loaded
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r:.50} is not the name of a parameter")
+    return name

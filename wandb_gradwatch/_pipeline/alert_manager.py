@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -169,8 +170,9 @@ class AlertManager:
         for key, kept in self._rules.items():
             if key in state["rules"]:
                 unchanged = None
-                try:
+                with suppress(Exception):
                     unchanged = kept.state_dict()
+                try:
                     kept.load_state_dict(state["rules"][key])
                 except Exception:  # the rule may have changed since its state was saved; that must not stop a training
                     _LOGGER.exception("the rule %r could not load its state and starts without saved state", kept)
