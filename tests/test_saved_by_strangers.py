@@ -163,7 +163,8 @@ def test_a_note_whose_repr_raises_is_kept_by_its_type() -> None:
 
 def trained(num_steps: int) -> Watcher:
     model = torch.nn.Linear(2, 1)
-    options: dict[str, Any] = {"guard": SkipGuard(), "metrics": [NoiseScale(batch_size=4)], "rules": [NaNGradient(), ExplodingGradient()]}
+    options: dict[str, Any] = {"guard": SkipGuard(), "metrics": [NoiseScale(batch_size=4)]}
+    options["rules"] = [NaNGradient(), ExplodingGradient()]
     watcher = watch(model, sinks=[MemorySink()], sample_every=1, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(num_steps):
@@ -225,7 +226,7 @@ def test_a_state_with_any_odd_value_is_loaded_whole_or_refused_whole(caplog: pyt
             watcher.load_state_dict(untouched)
 
     num = spoil_everywhere(saved, load)
-    assert num > 150
+    assert num > 100
     assert num_refused > num / 3  # a rule that cannot load its state begins without it, and some values are only odd
     watcher.load_state_dict(saved)
     assert plain(watcher.state_dict()) == plain(saved)
