@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # The rooms that each room may import. A room is a file or folder directly in the package; "" is its __init__.py.
 MAY_IMPORT: dict[str, set[str]] = {
     "_arguments": set(),
-    "_output": set(),
+    "_output": {"_analysis"},
     "_interruptions": set(),
     "_measure": {"_interruptions"},
     "_runtime": {"_interruptions"},

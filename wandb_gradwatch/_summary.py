@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from ._analysis.formatting import number
+from ._analysis.formatting import number, visible_text
 from .rules import Alert
 from .snapshot import Snapshot
 from .snapshot._arrays import last_present
@@ -65,11 +65,11 @@ class Summary:
 
     def text(self) -> str:
         """Return the summary as lines of text."""
-        facts = [(label, _shown(words)) for label, words in self._facts()]
+        facts = [(label, visible_text(words, keep="")) for label, words in self._facts()]
         width = max(len(label) for label, _ in facts)
         lines = [self._title(), *(f"  {label.ljust(width)}  {words}" for label, words in facts)]
         if self.worst:
-            rows = [_HEADINGS, *([_shown(cell) for cell in _cells(layer)] for layer in self.worst)]
+            rows = [_HEADINGS, *([visible_text(cell, keep="") for cell in _cells(layer)] for layer in self.worst)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["", *("  " + _aligned(row, widths) for row in rows)]
             lines += [f"  and {self.num_more} more"] * bool(self.num_more)
@@ -205,8 +205,3 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Align the name and the trace left, and the numbers right."""
     first, *numbers, last = [(cell, width) for cell, width in zip(cells, widths, strict=True)]
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers), last[0]]).rstrip()
-
-
-def _shown(text: str) -> str:
-    """Escape control characters."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)

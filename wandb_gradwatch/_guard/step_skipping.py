@@ -313,14 +313,19 @@ class StepSkipping(Listener):
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
         """Continue from `state_dict()`; `place` maps old slots to current ones, without parameters that are gone."""
-        self._guard.load_state_dict(state["guard"])
-        self._num_withheld = float(state["num_withheld"])
-        self._unlearnt.clear()
+        num_withheld, unlearnt = float(state["num_withheld"]), []
         for step in state["unlearnt"]:
-            opinions = [_Opinion(**one) for one in step["opinions"]]
-            for opinion in opinions:
-                opinion.slots = tuple(sorted(place[slot] for slot in opinion.slots if slot in place))
-            self._unlearnt.append(_Step(step["number"], opinions, step["was_read"]))
+            opinions = []
+            for one in step["opinions"]:
+                slots = tuple(sorted(place[slot] for slot in one["slots"] if slot in place))
+                num_nonfinite, sum_sq, bad, withheld, skipped = map(float, one["values"])
+                values = [num_nonfinite, sum_sq, bad, withheld, skipped]
+                opinions.append(_Opinion(slots, bool(one["learns"]), values))
+            unlearnt.append(_Step(int(step["number"]), opinions, bool(step["was_read"])))
+        self._guard.load_state_dict(state["guard"])
+        self._num_withheld = num_withheld
+        self._unlearnt.clear()
+        self._unlearnt.extend(unlearnt)
 
     def _sums(self, slots: tuple[int, ...], home: torch.device, consensus: RankConsensus | None) -> Tensor:
         """Return the number of non-finite elements (from the backward or at the optimizer) and the sum of squares: [2].

@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -175,13 +176,21 @@ class AlertManager:
         """Restore a saved state. A rule that is new, or whose state does not fit, starts without saved state."""
         for key, kept in self._rules.items():
             if key in state["rules"]:
+                unchanged = None
+                with suppress(Exception):
+                    unchanged = kept.state_dict()
                 try:
                     kept.load_state_dict(state["rules"][key])
                 except Exception:  # the rule may have changed since its state was saved; that must not stop a training
                     _LOGGER.exception("the rule %r could not load its state and starts without saved state", kept)
+                    if unchanged is not None:
+                        kept.load_state_dict(unchanged)  # the first of several values may have been loaded
         now = self._clock()
         self._episodes = {
-            title: _Episode(**episode | {"sent_at": deque(now - float(age) for age in episode["sent_at"])})
+            title: _Episode(
+                **{name: episode[name] for name in vars(_Episode())}
+                | {"sent_at": deque(now - float(age) for age in episode["sent_at"])}
+            )
             for title, episode in state["episodes"].items()
         }
 

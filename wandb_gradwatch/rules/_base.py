@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
-from .._analysis.formatting import sentence
+from .._analysis.formatting import sentence, visible_text
 from .._analysis.memory import PerKind, Remembers
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
@@ -48,7 +48,7 @@ class Alert:
 
     def __str__(self) -> str:
         """Return level, step, title and text, as `on_alert=print` prints them."""
-        return f"{self.level} at step {self.step}: {self.title}\n{textwrap.indent(self.text, '    ')}"
+        return visible_text(f"{self.level} at step {self.step}: {self.title}\n{textwrap.indent(self.text, '    ')}")
 
 
 @dataclass(frozen=True)
