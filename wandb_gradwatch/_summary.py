@@ -58,6 +58,11 @@ class Summary:
         """The number of layers that are not in `worst`."""
         return self.num_names - len(self.worst)
 
+    @classmethod
+    def empty(cls) -> "Summary":
+        """Return the summary of no samples."""
+        return summarise(None)
+
     def __str__(self) -> str:
         """Return the text, with a question mark for each character that standard output cannot encode."""
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"

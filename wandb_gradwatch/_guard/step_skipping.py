@@ -9,6 +9,7 @@ sample over   end_step()    the step's decisions are complete
 later         decide()      the guard learns from them
 """
 
+import logging
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._boundary import Boundary, entry_point, raised_to_the_user
 from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
-from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, is_sharded, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
@@ -35,6 +36,8 @@ from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
 from .guard import SkipGuard, honours_found_inf
 from .rank_consensus import RankConsensus, refuse_guard
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 # N parameters of an optimizer
 
@@ -89,6 +92,7 @@ class StepSkipping(Listener):
         notices: Notices,
     ) -> None:
         self._guard, self._window, self._shards, self._known, self._notices = guard, window, shards, known, notices
+        self._boundary = Boundary(self._failed)  # of the votes after a failure of the monitor, which has its own
         self.replay: StepReplay | None = None  # runs a bad step again
         self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
         self._consensuses: dict[tuple[int, ...], RankConsensus] = {}  # of each optimizer, by its slots
@@ -181,12 +185,19 @@ class StepSkipping(Listener):
         STEP_HOOKS.subscribe(self)
         return True
 
+    def _failed(self, error: Exception) -> None:
+        STEP_HOOKS.unsubscribe(self)
+        logger.error("wandb_gradwatch: this rank can no longer vote on steps; training goes on.", exc_info=error)
+
+    @entry_point(lambda: False)
     def follows(self, optimizer: Optimizer) -> bool:
         return bool(self._held_by(optimizer))
 
+    @entry_point(lambda: False)
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         return self._held_by(inner).keys() <= self._held_by(outer).keys()
 
+    @entry_point()
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         parameters = self._held_by(optimizer)
         if any(map(is_sharded, parameters.values())):

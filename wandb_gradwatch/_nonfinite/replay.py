@@ -70,6 +70,9 @@ class StepReplay:
             self._handles.append(model.register_forward_pre_hook(TransientHook(self, self._began), with_kwargs=True))
             self._handles.append(model.register_forward_hook(TransientHook(self, self._ended)))
 
+    def caught(self, error: Exception) -> None:
+        self._boundary.caught(error)
+
     @property
     def is_open(self) -> bool:
         """Whether the inputs of a forward that runs now are kept."""

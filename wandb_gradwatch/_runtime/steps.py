@@ -24,8 +24,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from .._boundary import Boundary, Call, around, entry_point
 from .autograd import current_graph_task, num_nodes_made
-from .error_boundary import ADDED_FRAMES, ErrorBoundary, dynamo_disabled
+from .error_boundary import ADDED_FRAMES, dynamo_disabled
 
 Value = TypeVar("Value")
 
@@ -69,7 +70,11 @@ class Listener:
     """A subscriber to optimizer steps, gradient scalers or clipping functions, with methods that do nothing."""
 
     counter: StepCounter | None = None  # the listener is not called for steps that the counter counts
-    boundary: ErrorBoundary  # gets the exceptions of the counter
+    _boundary: Boundary  # gets the exceptions of its methods, which are entry points, and of the code that calls them
+
+    def fail(self, error: Exception) -> None:
+        """Stop, because the code that calls the listeners has raised."""
+        self._boundary.fail(error)
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer updates watched parameters. Called before every step, so it must be cheap."""
@@ -120,6 +125,7 @@ class Listeners:
     """
 
     def __init__(self) -> None:
+        self._boundary = Boundary(self._failed)
         self._listeners: tuple[Listener, ...] = ()
         # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
         self._lock = threading.RLock()
@@ -137,17 +143,21 @@ class Listeners:
             if not self._listeners:
                 self._uninstall()
 
-    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-        """Modules or classes, attribute names, and wrappers, which get the original as their first argument."""
+    def _failed(self, error: Exception) -> None:
+        for listener in self._listeners:
+            listener.fail(error)
+
+    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
+        """Modules or classes, attribute names, and the entry points `before` and `after` calls of the attribute."""
         return ()
 
     def _install(self) -> None:
         installed = {(owner, name) for owner, name, _ in self._originals}
-        for owner, name, wrapper in self._wrappers():
+        for owner, name, entry_points in self._wrappers():
             original = owner.__dict__.get(name)  # None: an inherited method is wrapped at its own class
             if original is not None and (owner, name) not in installed:
                 self._originals.append((owner, name, original))
-                setattr(owner, name, _wrapped(original, wrapper))
+                setattr(owner, name, functools.wraps(original)(around(original, **entry_points)))
 
     def _uninstall(self) -> None:
         for owner, name, original in reversed(self._originals):
@@ -155,22 +165,19 @@ class Listeners:
         self._originals = []
 
 
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    return call
-
-
 @dataclass(eq=False)
 class _Step:
-    """A running step, or one that raised, until the thread's next step or backward."""
+    """A running step, or one that raised, until the thread's next step or backward.
+
+    If it has a closure, the gradients of the closure's first evaluation are measured as those of the step. Line
+    searches evaluate the closure up to 20 more times, and Lightning runs the whole training step in the closure.
+    """
 
     optimizer: Optimizer
     frame: FrameType  # of its call; not the frame's id, which may be reused as soon as the frame is freed
     inside_backward: bool
     listeners: list[Listener]
+    _boundary: Boundary
     is_muted: bool = False
     last_hook: RemovableHandle | None = None
 
@@ -179,6 +186,20 @@ class _Step:
             listener.before_step(self.optimizer, inside_backward=self.inside_backward)
         for listener in self.listeners:
             listener.guard_step(self.optimizer, inside_backward=self.inside_backward)
+
+    @dynamo_disabled
+    @entry_point()
+    def last_hook_runs(self, *_: Any) -> None:
+        self.begin()
+
+    @dynamo_disabled
+    @entry_point()
+    def closure_returns(self, _: Call) -> None:
+        if not self.is_muted:
+            self.begin()
+            self.is_muted = True
+            for listener in self.listeners:
+                listener.mute(True)
 
 
 class _Stack(threading.local):
@@ -231,6 +252,7 @@ class StepHooks(Listeners):
             self._handles = []
 
     @dynamo_disabled
+    @entry_point()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         quick = self._quick
         if (
@@ -243,17 +265,14 @@ class StepHooks(Listeners):
             return None
         listeners: list[Listener] = []
         for listener in self._listeners:
-            try:
-                if (counter := listener.counter) is not None and counter.begins(optimizer):
-                    continue
-            except Exception as error:
-                listener.boundary.fail(error)
+            if (counter := listener.counter) is not None and counter.begins(optimizer):
+                continue
             if listener.follows(optimizer):
                 listener.end_counting(before_step=True)
                 listeners.append(listener)
         if not listeners:
             return None
-        frame = sys._getframe(1 + ADDED_FRAMES)
+        frame = sys._getframe(2 + ADDED_FRAMES)  # of the caller of the entry point
         self.drop_raised(frame)
         for outer in self._stack.steps:
             listeners = [
@@ -261,7 +280,7 @@ class StepHooks(Listeners):
                 for listener in listeners
                 if listener not in outer.listeners or not listener.is_part_of(optimizer, outer.optimizer)
             ]
-        step = _Step(optimizer, frame, current_graph_task() != -1, listeners)
+        step = _Step(optimizer, frame, current_graph_task() != -1, listeners, self._boundary)
         self._stack.steps.append(step)
         self._under_way.add(weakref.ref(step, self._under_way.discard))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -269,16 +288,17 @@ class StepHooks(Listeners):
             # torch runs the global hooks first. The optimizer's own hooks and later global hooks may also change the
             # gradients before the step (clip, reduce): a hook that is registered now runs after all of them.
             if listeners and self._others_follow(optimizer):
-                step.last_hook = optimizer.register_step_pre_hook(lambda *_: step.begin())
+                step.last_hook = optimizer.register_step_pre_hook(step.last_hook_runs)
             else:
                 step.begin()
             return None
         for listener in listeners:
             listener.before_closure(optimizer)
-        wrapped = _measured_at_first_return(closure, step)
+        wrapped = around(closure, after=step.closure_returns)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
     @dynamo_disabled
+    @entry_point()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         quick = self._quick
         if quick is not None and quick.is_under_way and quick.optimizer() is optimizer:
@@ -286,11 +306,8 @@ class StepHooks(Listeners):
             quick.clock.step += 1
             return
         for listener in self._listeners:
-            try:
-                if (counter := listener.counter) is not None and counter.ends(optimizer):
-                    listener.end_counting()
-            except Exception as error:
-                listener.boundary.fail(error)
+            if (counter := listener.counter) is not None and counter.ends(optimizer):
+                listener.end_counting()
         if not self._under_way:
             return
         steps = self._stack.steps
@@ -341,24 +358,6 @@ class StepHooks(Listeners):
             listener.mute(False)
         for listener in reversed(step.listeners):  # each restores what it found before the step
             listener.after_step(step.optimizer, inside_backward=step.inside_backward)
-
-
-def _measured_at_first_return(closure: Callable[[], Any], step: _Step) -> Callable[[], Any]:
-    """Wrap a closure so that the gradients of its first evaluation are measured as those of the step.
-
-    Line searches evaluate the closure up to 20 more times, and Lightning runs the whole training step in the closure.
-    """
-
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        result = closure(*args, **kwargs)
-        if not step.is_muted:
-            step.begin()
-            step.is_muted = True
-            for listener in step.listeners:
-                listener.mute(True)
-        return result
-
-    return evaluate
 
 
 STEP_HOOKS: Final = StepHooks()

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Literal, TypeGuard
+from typing import Any, Final, Literal, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -60,20 +60,37 @@ def named_tensors(
     return dict(found.values())
 
 
+class HookOwner(Protocol):
+    """An owner of transient hooks."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the hooks do anything now."""
+
+    def caught(self, error: Exception) -> None:
+        """Get an exception that a hook has raised, as `Boundary.caught`."""
+
+
 class TransientHook:
     """A module hook that calls a function while its owner `is_open`, and has no effect if it is copied or pickled.
 
     A closure would make these operations fail. The replacement is a function of the standard library, so that a saved
-    model can be loaded where this package is not installed.
+    model can be loaded where this package is not installed. The hook is an entry point in one frame: it is called for
+    every module, in every forward.
     """
 
-    def __init__(self, owner: Any, function: Callable[..., None]) -> None:
+    def __init__(self, owner: HookOwner, function: Callable[..., None]) -> None:
         self._owner, self._function = owner, function
 
     def __call__(self, *args: Any) -> None:
         # This must be the first check: a compiler that traces the hook then sees a constant and adds no guard.
-        if not torch.compiler.is_compiling() and self._owner.is_open:
-            self._function(*args)
+        if torch.compiler.is_compiling():
+            return
+        try:
+            if self._owner.is_open:
+                self._function(*args)
+        except Exception as error:
+            self._owner.caught(error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from .._boundary import raised_to_the_user
 from .._capture.parameter_registry import Models, with_prefixes
 from .._capture.probes import WatchedTensor
 from .._guard.guard import NormLimits, SkipGuard, judge_of_norms
 from .._measure.measure import measure_received
-from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.sharding import has_shards
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot

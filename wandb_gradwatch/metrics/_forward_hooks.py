@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._boundary import entry_point
 from .._capture.parameter_registry import NameFilter, name_predicate
 from .._runtime.autograd import current_graph_task, replay
-from .._runtime.error_boundary import ErrorBoundary
+from .._runtime.error_boundary import ErrorBoundary, dynamo_disabled
 from .._runtime.sharding import has_fsdp1
 from .._runtime.wrappers import TransientHook, named_modules, named_tensors
 from ._rows import Dims
@@ -120,7 +121,7 @@ class ForwardHooks:
         self.order: dict[str, int] = {}  # by name: position in the forward, in the order in which forwards first ended
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.models = models
-        self.boundary = ErrorBoundary(self._failed)
+        self._boundary = ErrorBoundary(self._failed)
         self._owner, self._on_logged, self._when = owner, on_logged, when
         self._hooked: dict[At, dict[str, tuple[weakref.ref[nn.Module], RemovableHandle]]] = {}  # by name
 
@@ -156,9 +157,9 @@ class ForwardHooks:
         self.see(lambda: seen(name, module, args, kwargs, output))
 
     def open(self) -> None:
-        self.is_open = not self.boundary.stopped
+        self.is_open = not self._boundary.stopped
         if self.is_open and self._on_logged is not None:
-            _open_hooks[self] = self._on_logged
+            _open_hooks[self] = None
 
     def shut(self) -> None:
         self.is_open = False
@@ -173,7 +174,29 @@ class ForwardHooks:
     def see(self, function: Callable[[], None]) -> None:
         """Run the function if the current forward counts; its exception is logged once and removes only this hook."""
         if self._counts():
-            self.boundary.run(function)
+            self._boundary.run(function)
+
+    @dynamo_disabled
+    @entry_point()
+    def gradient_came(self, measure: Callable[..., None], *args: Any) -> None:
+        """Call a function with the gradient of an output, which the backward continues with unchanged."""
+        if self.is_open:
+            self._boundary.run(measure, *args)
+
+    @entry_point()
+    def take_over(self, module: nn.Module, name: str, thing: Any, dims: Dims) -> None:
+        """Pass on what a module logs itself, if it is a module of these models."""
+        if self._on_logged is not None and (of := self.names.get(module)) is not None:
+            self.order.setdefault(f"{of}.{name}", len(self.order))
+            self.see(partial(self._on_logged, of, name, thing, dims))
+
+    def caught(self, error: Exception) -> None:
+        self._boundary.caught(error)
+
+    @property
+    def seconds_spent(self) -> float:
+        """Seconds that the hooks have taken."""
+        return self._boundary.seconds_spent
 
     def _counts(self) -> bool:
         if replay.is_running or self._when == "always":
@@ -194,7 +217,7 @@ class ForwardHooks:
         logger.error("wandb_gradwatch: %s failed and is dropped; training goes on.", self._owner, exc_info=error)
 
 
-_open_hooks: Final[dict[ForwardHooks, SeenThing]] = {}
+_open_hooks: Final[dict[ForwardHooks, None]] = {}  # in the order of their opening
 
 
 def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
@@ -216,10 +239,8 @@ def _hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> N
         raise TypeError(f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one")
     if torch.compiler.is_compiling() or not _open_hooks:
         return
-    for hooks, on_logged in tuple(_open_hooks.items()):
-        if (of := hooks.names.get(module)) is not None:
-            hooks.order.setdefault(f"{of}.{name}", len(hooks.order))
-            hooks.see(partial(on_logged, of, name, thing, dims))
+    for hooks in tuple(_open_hooks):
+        hooks.take_over(module, name, thing, dims)
 
 
 @dataclass(frozen=True)
