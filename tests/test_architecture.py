@@ -20,22 +20,33 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 MAY_IMPORT: dict[str, set[str]] = {
     "_output": set(),
     "_interruptions": set(),
+    "_boundary": {"_interruptions"},
     "_measure": {"_interruptions"},
-    "_runtime": {"_interruptions"},
+    "_runtime": {"_interruptions", "_boundary"},
     "_nonfinite": {"_runtime", "_analysis"},
     "_transfer": {"_measure", "snapshot"},
-    "_guard": {"_nonfinite", "_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
-    "_capture": {"_interruptions", "_nonfinite", "_measure", "_transfer", "_runtime", "_guard", "snapshot"},
+    "_guard": {"_boundary", "_nonfinite", "_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
+    "_capture": {
+        "_interruptions",
+        "_boundary",
+        "_nonfinite",
+        "_measure",
+        "_transfer",
+        "_runtime",
+        "_guard",
+        "snapshot",
+    },
     "snapshot": {"_measure"},
     "_analysis": {"_measure", "snapshot"},
     "rules": {"_measure", "snapshot", "_analysis"},
     "_diagnosis": {"_measure", "snapshot", "_analysis", "rules"},
     "_summary": {"_measure", "snapshot", "_analysis", "rules", "_output"},
-    "sinks": {"_interruptions", "_measure", "snapshot", "_analysis", "rules", "_output"},
+    "sinks": {"_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
     "_page": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output"},
     "_report": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output", "_page"},
     "_pipeline": {
         "_interruptions",
+        "_boundary",
         "_measure",
         "_transfer",
         "_runtime",
@@ -46,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_diagnosis",
         "sinks",
     },
-    "metrics": {"_interruptions", "_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
+    "metrics": {"_interruptions", "_boundary", "_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
     "_config": {"_capture", "rules", "sinks"},
 }
 _BELOW_WATCHER = set(MAY_IMPORT) - {"_page", "_report", "metrics"}
@@ -61,7 +72,7 @@ MAY_IMPORT["__main__"] = {"_cli"}
 
 WITHOUT_TORCH = (
     "snapshot", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_output",
-    "_interruptions",
+    "_interruptions", "_boundary",
 )  # fmt: skip
 WITHOUT_TORCH_FILES = (
     f"{PACKAGE}._measure.columns",

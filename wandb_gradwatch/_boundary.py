@@ -76,7 +76,7 @@ def entry_point(
         method: Callable[Concatenate[Any, Arguments], Answer],
     ) -> Callable[Concatenate[Any, Arguments], Answer]:
         @functools.wraps(method)
-        def enter(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+        def enter(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:

@@ -48,7 +48,7 @@ class Sampler(Listener):
         boundary: ErrorBoundary,
         deliver: Callable[[], None],
     ) -> None:
-        self._boundary = boundary
+        self._boundary: ErrorBoundary = boundary
         self._deliver = deliver
         self._hooks = BackwardHooks(
             SampleClock(step=config.start_step),

@@ -134,10 +134,10 @@ def contained(method: Callable[Concatenate[Any, Arguments], None]) -> Callable[C
     @dynamo_disabled
     @entry_point()
     @functools.wraps(method)
-    def run(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+    def run(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         self._boundary.run(method, self, *args, **kwargs)
 
-    return cast("Callable[Concatenate[Any, Arguments], None]", run)
+    return run
 
 
 def alone(
@@ -153,7 +153,7 @@ def alone(
     ) -> Callable[Concatenate[Any, Arguments], Answer]:
         @entry_point(otherwise)
         @functools.wraps(method)
-        def locked(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+        def locked(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
             with self._own_turn():
                 return method(self, *args, **kwargs)
 
