@@ -8,8 +8,7 @@ runs below one of these.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
@@ -25,12 +24,17 @@ class CallbackError(Exception):
     """Wraps an exception that must reach the training loop, its `__cause__`: of a callback, or about bad arguments."""
 
 
-@contextmanager
-def raised_to_the_user() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise CallbackError from error
+@dataclass(frozen=True)
+class RaisedToTheUser:
+    """A context in which exceptions of this kind reach the training: it calls the user's code, or refuses something."""
+
+    kind: type[Exception] = Exception
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, self.kind):
+            raise CallbackError from error
 
 
 class Boundary:

@@ -58,6 +58,7 @@ class Watcher:
         self._registry = registry
         self._alert_manager = AlertManager(config.rules)
         self._removed, self._is_new = False, True  # new: nothing has been delivered yet
+        self._has_failed = False  # whether a failure of the monitor was reported
         self._boundary = ErrorBoundary(self._failed)
         window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=rank() == 0)
@@ -286,9 +287,13 @@ class Watcher:
             if self._parts.guard is not None:
                 self._parts.guard.learn(keep=0, raises=False)
                 self._say()
-        finally:  # on_alert may have raised
-            self._stop()
-            self._dispatcher.close()
+        except Exception as error:
+            self._boundary.caught(error)  # what is meant for the training, as of on_alert, is raised below
+        finally:
+            if not self._removed:
+                with ExitStack() as stack:
+                    stack.callback(self._dispatcher.close)
+                    stack.callback(self._stop)
 
     def _stop(self) -> None:
         self._removed = True
@@ -326,7 +331,11 @@ class Watcher:
     def _failed(self, error: Exception) -> None:
         """After an exception inside the monitor: log it once and stop, but keep what was measured. Training goes on."""
         if self._removed:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.error("wandb_gradwatch failed while it stopped watching; training goes on.", exc_info=error)
             return
+        self._has_failed = True
         with ExitStack() as stack:  # which calls each of these, newest first, even if another one raises
             stack.callback(self._dispatcher.close)
             stack.callback(self._deliver_the_last, error)

@@ -22,7 +22,7 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from .._boundary import Call, entry_point, raised_to_the_user
+from .._boundary import Call, RaisedToTheUser, entry_point
 from .._measure.elements import onto
 from .._runtime.notices import CannotWatchError
 from .._runtime.steps import STEP_HOOKS, Listener, Listeners, OptimizerTable, parameters_of
@@ -160,7 +160,7 @@ class GradScalers(Listeners):
         given = call.args[0] if call.args else call.kwargs.get("parameters")
         if torch.compiler.is_compiling() or given is None:
             return
-        with raised_to_the_user():  # a generator can be read only once, and its exceptions are the user's
+        with RaisedToTheUser():  # a generator can be read only once, and its exceptions are the user's
             call.found = parameters = [given] if isinstance(given, Tensor) else list(given)
         if call.args:
             call.args = (parameters, *call.args[1:])
@@ -214,8 +214,9 @@ class LossScale:
             return None
         if callable(scale) and not isinstance(scale, Tensor):
             if self._answer is None:
-                with raised_to_the_user():
-                    self._answer = scale(self._clock.open_step)
+                step = self._clock.open_step
+                with RaisedToTheUser():
+                    self._answer = scale(step)
             scale = self._answer
         if isinstance(scale, Tensor):
             return onto(scale.detach().reshape(()), device)

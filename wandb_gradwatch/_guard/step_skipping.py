@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._boundary import Boundary, entry_point, raised_to_the_user
+from .._boundary import Boundary, RaisedToTheUser, entry_point
 from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
-from .._runtime.notices import Notices
+from .._runtime.notices import CannotWatchError, Notices
 from .._runtime.sharding import Shards, is_sharded, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
-from .guard import SkipGuard, honours_found_inf
+from .guard import SkipGuard, TooManySkippedStepsError, honours_found_inf
 from .rank_consensus import RankConsensus, refuse_guard
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -122,8 +122,9 @@ class StepSkipping(Listener):
         if not slots:
             return
         if self._guard.is_bad is not None:
-            with raised_to_the_user():
-                bad = bool(self._guard.is_bad(self._peek(slots, step)))
+            snapshot = self._peek(slots, step)
+            with RaisedToTheUser():
+                bad = bool(self._guard.is_bad(snapshot))
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
         limit = math.inf if inside_backward else self._guard.norms.limit(*self._present(slots))
@@ -141,7 +142,7 @@ class StepSkipping(Listener):
         """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole."""
         if not self._shards.any:
             return None
-        with raised_to_the_user():
+        with RaisedToTheUser(CannotWatchError):
             refuse_guard(uses_fsdp1=self._shards.uses_fsdp1, function=self.needs_rows)
             if version != self._version:
                 self._version, self._consensuses = version, {}
@@ -251,7 +252,7 @@ class StepSkipping(Listener):
             if found:  # said here, because the rules receive only sampled steps
                 self._notices.say("skipped", f"the guard skipped step {step.number}, whose gradients {found}")
             if counts:
-                with raised_to_the_user():
+                with RaisedToTheUser(TooManySkippedStepsError):
                     self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
 
     def take(self) -> dict[str, Tensor | float]:
@@ -307,7 +308,7 @@ class StepSkipping(Listener):
         """Decide on the host, from the first three values of an opinion."""
         withheld = True  # also if `withholds` raises, because the step is not made then
         try:
-            with raised_to_the_user():
+            with RaisedToTheUser(TooManySkippedStepsError):
                 withheld = self._guard.withholds(step, bad=bool(values[2]) or bool(self._withheld))
         finally:
             self._opinions.append(_Opinion(slots, learns, [*values, float(withheld), 0.0]))

@@ -2,11 +2,21 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Literal, Protocol, TypeGuard
+from typing import Any, Final, Literal, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+
+from .._interruptions import raise_interruption
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+# A model's output with more items in one container, or more containers, consists of data rather than of tensors.
+_MAX_ITEMS: Final = 10_000
 
 # Names of the child in which wrappers store the wrapped module. "module" is also an ordinary name, so it is stripped
 # only below the classes that are known to use it.
@@ -99,20 +109,53 @@ class TransientHook:
 def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in an output that is measurable, attached to the graph as it is, with its path.
 
-    A lone tensor has the path "". Tensors in tuples, lists, dicts and dataclasses have paths such as "output_0" and
-    "output_hidden_1", made of indices and keys.
+    A lone tensor has the path "". Tensors in tuples, lists, mappings and dataclasses have paths such as "output_0" and
+    "output_hidden_1", made of indices and keys. A container is visited once, even if it occurs several times or
+    contains itself. A container that cannot be read, because its class raises or it has too many items, is left out
+    with a message, which is logged once for each class.
     """
-    if is_measurable(output):
-        yield path, output
-    items: Any = ()
-    if isinstance(output, Mapping):
-        items = output.items()
-    elif isinstance(output, tuple | list):
-        items = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        items = [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
-    for key, value in items:
-        yield from leaves_in(value, f"{path or 'output'}_{key}")
+    found: list[tuple[str, Any]] = [(path, output)]  # to be visited, the next one last
+    containers: dict[int, Any] = {}  # by id; the reference keeps the id unique
+    while found:
+        where, thing = found.pop()
+        if is_measurable(thing):
+            yield where, thing
+        elif id(thing) not in containers:
+            items = _items_of(thing, where or "output")
+            if items:
+                containers[id(thing)] = thing
+                found += reversed(items)
+        if len(containers) > _MAX_ITEMS:  # a class makes new containers whenever it is read
+            return
+
+
+def _items_of(thing: Any, path: str) -> list[tuple[str, Any]]:
+    """Return the items of a container with their paths; none for any other object."""
+    kind = type(thing)  # not isinstance, which runs the code of a class that defines `__class__`
+    try:
+        items: Iterable[tuple[Any, Any]] = ()
+        if issubclass(kind, Mapping):
+            items = thing.items()
+        elif issubclass(kind, tuple | list):
+            items = zip(getattr(kind, "_fields", itertools.count()), thing, strict=False)
+        elif dataclasses.is_dataclass(kind):
+            missing = object()  # of a field that is not set
+            values = ((one.name, getattr(thing, one.name, missing)) for one in dataclasses.fields(kind))
+            items = (item for item in values if item[1] is not missing)
+        listed = [(f"{path}_{key}", value) for key, value in itertools.islice(items, _MAX_ITEMS + 1)]
+    except Exception as error:
+        raise_interruption(error)
+        _say_left_out(kind.__name__, f"it raised {type(error).__name__} when it was read")
+        return []
+    if len(listed) > _MAX_ITEMS:
+        _say_left_out(kind.__name__, f"it has more than {_MAX_ITEMS:,} items")
+        return []
+    return listed
+
+
+@functools.cache
+def _say_left_out(kind: str, why: str) -> None:
+    logger.warning("wandb_gradwatch: tensors in a %s of the model's inputs or outputs are left out: %s.", kind, why)
 
 
 def is_measurable(thing: object) -> TypeGuard[Tensor]:
@@ -120,6 +163,9 @@ def is_measurable(thing: object) -> TypeGuard[Tensor]:
 
     A tensor under vmap or grad represents many tensors and has no elements of its own.
     """
-    if not isinstance(thing, Tensor) or not (thing.is_floating_point() or thing.is_complex()):
+    if not issubclass(type(thing), Tensor):  # not isinstance, which runs the code of a class that defines `__class__`
         return False
-    return thing.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
+    tensor = cast("Tensor", thing)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    return tensor.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

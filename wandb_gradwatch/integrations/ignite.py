@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._boundary import raised_to_the_user
+from .._boundary import RaisedToTheUser
 from .._capture.parameter_registry import Models, with_prefixes
 from .._capture.probes import WatchedTensor
 from .._guard.guard import NormLimits, SkipGuard, judge_of_norms
@@ -183,7 +183,7 @@ class GradWatch(Watching):
         names, state = tuple(tensor.name for tensor in tensors), self._engine.state
         norm = _norm(tensors)
         state.metrics[f"{self._prefix}grad_norm"] = norm
-        with raised_to_the_user():  # from the user's rule or callback
+        with RaisedToTheUser():  # from the user's rule or callback
             exceeds = self._rule or (lambda norm: norm > self._usual.limit(names, np.array(mask)))
             spike = not norm < math.inf or bool(exceeds(norm))
             is_first = spike and not state.unhealthy_spike

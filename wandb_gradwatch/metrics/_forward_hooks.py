@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .._boundary import entry_point
+from .._boundary import Boundary, CallbackError, entry_point
 from .._capture.parameter_registry import NameFilter, name_predicate
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary, dynamo_disabled
@@ -159,11 +159,11 @@ class ForwardHooks:
     def open(self) -> None:
         self.is_open = not self._boundary.stopped
         if self.is_open and self._on_logged is not None:
-            _open_hooks[self] = None
+            _OPEN.hooks[self] = None
 
     def shut(self) -> None:
         self.is_open = False
-        _open_hooks.pop(self, None)
+        _OPEN.hooks.pop(self, None)
 
     def remove(self) -> None:
         self.shut()
@@ -184,7 +184,7 @@ class ForwardHooks:
             self._boundary.run(measure, *args)
 
     @entry_point()
-    def take_over(self, module: nn.Module, name: str, thing: Any, dims: Dims) -> None:
+    def take(self, module: nn.Module, name: str, thing: Any, dims: Dims) -> None:
         """Pass on what a module logs itself, if it is a module of these models."""
         if self._on_logged is not None and (of := self.names.get(module)) is not None:
             self.order.setdefault(f"{of}.{name}", len(self.order))
@@ -217,7 +217,30 @@ class ForwardHooks:
         logger.error("wandb_gradwatch: %s failed and is dropped; training goes on.", self._owner, exc_info=error)
 
 
-_open_hooks: Final[dict[ForwardHooks, None]] = {}  # in the order of their opening
+class _OpenHooks:
+    """The hooks that are open now, in the order of their opening."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[ForwardHooks, None] = {}
+        self._boundary = Boundary(self._failed)
+
+    def _failed(self, error: Exception) -> None:
+        for hooks in tuple(self.hooks):
+            hooks.caught(error)
+
+    @entry_point()
+    def take(self, module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
+        """Pass on what a module logs itself to all hooks of a probe that measures such things."""
+        if not isinstance(module, nn.Module):
+            raise CallbackError from TypeError(
+                f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one"
+            )
+        if not torch.compiler.is_compiling():
+            for hooks in tuple(self.hooks):
+                hooks.take(module, name, thing, dims)
+
+
+_OPEN: Final = _OpenHooks()
 
 
 def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
@@ -231,16 +254,7 @@ def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = Non
         tensor: a tensor of any shape; it is not kept.
         dims: dimensions to log separately by index, with their names: {1: "head"} logs `<module>.<name>/head_0/...`.
     """
-    _hand_over(module, name, tensor, dims)
-
-
-def _hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one")
-    if torch.compiler.is_compiling() or not _open_hooks:
-        return
-    for hooks in tuple(_open_hooks):
-        hooks.take_over(module, name, thing, dims)
+    _OPEN.take(module, name, tensor, dims)
 
 
 @dataclass(frozen=True)
@@ -283,7 +297,7 @@ def log_attention(
         is_causal: each query attends only to keys up to its own position.
         scale: the factor of the logits. None: 1 / sqrt(D).
     """
-    _hand_over(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
+    _OPEN.take(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
 
 
 class MonitorMixin:
