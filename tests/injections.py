@@ -33,11 +33,13 @@ PACKAGE = str(Path(wandb_gradwatch.__file__).parent) + os.sep
 _SECONDS = 120  # after which a training has hung
 
 # The frames that others call. Their first instruction begins the boundary, so that nothing of ours is above the
-# outermost of them, and an exception on its entry cannot be caught. Inside of another one they raise like the rest.
-OUTERMOST = {
+# outermost of them, and an exception on its entry cannot be caught. Below a boundary they raise like all functions.
+BOUNDARIES = {
     ("_boundary.py", "enter"),  # of `entry_point`: all hooks, callbacks and methods; only a try
+    ("_runtime/wrappers.py", "__call__"),  # of `TransientHook`: the same in one frame
+}
+OUTERMOST = BOUNDARIES | {
     ("_boundary.py", "call"),  # of `around`: the wrappers of clipping, scalers, closures and run.log; three calls
-    ("_runtime/wrappers.py", "__call__"),  # of `TransientHook`, a boundary of its own in one frame
     ("sinks/_row_scheduler.py", "_user_log"),  # takes the lock around `call`
     ("metrics/_forward_hooks.py", "log_tensor"),  # the forward of the user's module calls it: only a call of `enter`
     ("metrics/_forward_hooks.py", "log_attention"),
@@ -123,17 +125,17 @@ class Training:
 def everything(training: Training) -> None:
     model, watcher = training.model, training.watcher
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(14):
+    for step in range(10):
         optimizer.zero_grad()
         for _ in range(2):
-            loss = training.loss(float("nan") if step == 9 else 0.5)
+            loss = training.loss(float("nan") if step == 7 else 0.5)
             loss.backward()
         nn.utils.clip_grad_norm_((p for p in model.parameters()), 0.5)
         if watcher is not None:
             watcher.loss(loss.detach())
             watcher.note(batch=step)
             assert (watcher.step, watcher.healthy) != (None, None)
-        if step != 9:
+        if step != 7:
             optimizer.step()
         model.eval()
         with torch.no_grad():
@@ -248,7 +250,7 @@ def _metrics() -> list[Any]:
     return [*every, *(getattr(metrics_module, name)() for name in ("OptimizerState", "Updates", "Spectrum"))]
 
 
-_EVERY_STEP = {"sample_every": 1, "log_every": 5, "backend": "cpu"}
+_EVERY_STEP = {"sample_every": 1, "log_every": 4, "backend": "cpu"}
 # By name: the loop, and the options of watch(). "RUN" is replaced by the run.
 CONFIGURATIONS: dict[str, tuple[Callable[[Training], None], Callable[[], dict[str, Any]]]] = {
     "everything": (
@@ -276,6 +278,9 @@ CONFIGURATIONS: dict[str, tuple[Callable[[Training], None], Callable[[], dict[st
     "changing": (changing, lambda: {**_EVERY_STEP, "sample_every": 3, "log_every": 9, "sinks": [MemorySink()]}),
     "rows": (logging_rows, lambda: {**_EVERY_STEP, "log_every": 2, "run": "RUN", "details": ("mean",)}),
 }
+
+
+FIRST = "everything"
 
 
 def train(name: str, *, watched: bool, begins: Callable[[], None] = lambda: None) -> str:
@@ -307,10 +312,10 @@ class Calls:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(PACKAGE):
             return
-        outermost = [one for one in callers(frame.f_back) if is_outermost(one.f_code)]
-        if outermost or not is_outermost(code):
+        above = [one for one in callers(frame.f_back) if place(one.f_code) in BOUNDARIES]
+        if above or place(code) not in OUTERMOST:
             self.num[code] += 1
-            self._seen(code, self.num[code], outermost in ([], [frame.f_back]))
+            self._seen(code, self.num[code], above in ([], [frame.f_back]))
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:
@@ -319,14 +324,15 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def is_outermost(code: CodeType) -> bool:
-    return (code.co_filename.removeprefix(PACKAGE), code.co_name) in OUTERMOST
+def place(code: CodeType) -> tuple[str, str]:
+    return code.co_filename.removeprefix(PACKAGE), code.co_name
 
 
 def inject(name: str, part: int, num_parts: int, path: str, only_entries: bool = False) -> None:
     """Inject into one part of the functions of a configuration; write the results as lines of JSON to the path.
 
-    `only_entries`: only into the functions that others call, right below an outermost frame.
+    Entries, the functions that others call right below a boundary, are injected in every configuration, and no others
+    with `only_entries`. All other functions are injected in the first configuration that runs them.
     """
     logging.getLogger("wandb_gradwatch").addHandler(errors := Errors())
     torch.set_num_threads(1)
@@ -336,12 +342,11 @@ def inject(name: str, part: int, num_parts: int, path: str, only_entries: bool =
         expected.add(watched)  # by a guard that fails after the step that it has skipped
     assert watched in expected, "the watched training is another one"
     entries: set[CodeType] = set()
-    calls = Calls(lambda code, _, is_entry: entries.add(code) if is_entry else None)
-    train(name, watched=True, begins=lambda: sys.settrace(calls.trace))
-    sys.settrace(None)
-    codes = [code for code in calls.num if code in entries or not only_entries]
+    num_calls = counted(name, entries)
+    earlier = set(num_calls if only_entries else () if name == FIRST else counted(FIRST, set()))
+    codes = [code for code in num_calls if code in entries or code not in earlier]
     # By code: the call that raises.
-    due = {code: 1 if at % 2 else (calls.num[code] + 1) // 2 for at, code in enumerate(codes) if at % num_parts == part}
+    due = {code: 1 if at % 2 else (num_calls[code] + 1) // 2 for at, code in enumerate(codes) if at % num_parts == part}
     injected: dict[str, Any] = {}
 
     def fork(code: CodeType, number: int, _: bool) -> None:
@@ -373,6 +378,14 @@ def inject(name: str, part: int, num_parts: int, path: str, only_entries: bool =
             result = injected | {"raised": raised, "is_equal": made in expected, "errors": errors.messages}
             file.write(json.dumps(result) + "\n")
         os._exit(0)
+
+
+def counted(name: str, entries: set[CodeType]) -> Counter[CodeType]:
+    """Return how often each function is called in a training; add the functions that others call to `entries`."""
+    calls = Calls(lambda code, _, is_entry: entries.add(code) if is_entry else None)
+    train(name, watched=True, begins=lambda: sys.settrace(calls.trace))
+    sys.settrace(None)
+    return calls.num
 
 
 class Errors(logging.Handler):

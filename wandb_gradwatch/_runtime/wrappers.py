@@ -15,8 +15,8 @@ from .._interruptions import raise_interruption
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-# A model's output with more items in one container, or more containers, consists of data rather than of tensors.
-_MAX_ITEMS: Final = 10_000
+# A model's output of more objects consists of data rather than of tensors, or makes new ones whenever it is read.
+_MAX_OBJECTS: Final = 10_000
 
 # Names of the child in which wrappers store the wrapped module. "module" is also an ordinary name, so it is stripped
 # only below the classes that are known to use it.
@@ -116,41 +116,41 @@ def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """
     found: list[tuple[str, Any]] = [(path, output)]  # to be visited, the next one last
     containers: dict[int, Any] = {}  # by id; the reference keeps the id unique
+    num_left = _MAX_OBJECTS
     while found:
         where, thing = found.pop()
-        if is_measurable(thing):
+        try:
+            is_leaf = is_measurable(thing)
+            items = [] if is_leaf or id(thing) in containers else _items_of(thing, where or "output", num_left)
+        except Exception as error:
+            raise_interruption(error)
+            _say_left_out(type(thing).__name__, f"it raises {type(error).__name__} when it is read")
+            continue
+        if is_leaf:
             yield where, thing
-        elif id(thing) not in containers:
-            items = _items_of(thing, where or "output")
-            if items:
-                containers[id(thing)] = thing
-                found += reversed(items)
-        if len(containers) > _MAX_ITEMS:  # a class makes new containers whenever it is read
-            return
+        elif items:
+            containers[id(thing)] = thing
+            num_left -= len(items)
+            found += reversed(items)
 
 
-def _items_of(thing: Any, path: str) -> list[tuple[str, Any]]:
-    """Return the items of a container with their paths; none for any other object."""
+def _items_of(thing: Any, path: str, most: int) -> list[tuple[str, Any]]:
+    """Return the items of a container with their paths; none for any other object, or if there are too many."""
     kind = type(thing)  # not isinstance, which runs the code of a class that defines `__class__`
-    try:
-        items: Iterable[tuple[Any, Any]] = ()
-        if issubclass(kind, Mapping):
-            items = thing.items()
-        elif issubclass(kind, tuple | list):
-            items = zip(getattr(kind, "_fields", itertools.count()), thing, strict=False)
-        elif dataclasses.is_dataclass(kind):
-            missing = object()  # of a field that is not set
-            values = ((one.name, getattr(thing, one.name, missing)) for one in dataclasses.fields(kind))
-            items = (item for item in values if item[1] is not missing)
-        listed = [(f"{path}_{key}", value) for key, value in itertools.islice(items, _MAX_ITEMS + 1)]
-    except Exception as error:
-        raise_interruption(error)
-        _say_left_out(kind.__name__, f"it raised {type(error).__name__} when it was read")
-        return []
-    if len(listed) > _MAX_ITEMS:
-        _say_left_out(kind.__name__, f"it has more than {_MAX_ITEMS:,} items")
-        return []
-    return listed
+    items: Iterable[tuple[Any, Any]] = ()
+    if issubclass(kind, Mapping):
+        items = thing.items()
+    elif issubclass(kind, tuple | list):
+        items = zip(getattr(kind, "_fields", itertools.count()), thing, strict=False)
+    elif dataclasses.is_dataclass(kind):
+        missing = object()  # of a field that is not set
+        values = ((one.name, getattr(thing, one.name, missing)) for one in dataclasses.fields(kind))
+        items = (item for item in values if item[1] is not missing)
+    listed = [(f"{path}_{key}", value) for key, value in itertools.islice(items, most + 1)]
+    if len(listed) <= most:
+        return listed
+    _say_left_out(kind.__name__, f"one output has more than {_MAX_OBJECTS:,} objects")
+    return []
 
 
 @functools.cache
