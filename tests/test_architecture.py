@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_analysis": {"_measure", "snapshot"},
     "rules": {"_measure", "snapshot", "_analysis"},
     "_diagnosis": {"_measure", "snapshot", "_analysis", "rules"},
-    "_summary": {"_measure", "snapshot", "_analysis", "rules", "_output"},
+    "_summary": {"_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
     "sinks": {"_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
     "_page": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output"},
     "_report": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output", "_page"},

@@ -225,8 +225,8 @@ class _OpenHooks:
         self._boundary = Boundary(self._failed)
 
     def _failed(self, error: Exception) -> None:
-        for hooks in tuple(self.hooks):
-            hooks.caught(error)
+        text = "wandb_gradwatch: what modules log themselves is no longer measured; training goes on."
+        logger.error(text, exc_info=error)
 
     @entry_point()
     def take(self, module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
@@ -235,7 +235,7 @@ class _OpenHooks:
             raise CallbackError from TypeError(
                 f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one"
             )
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self._boundary.stopped:
             for hooks in tuple(self.hooks):
                 hooks.take(module, name, thing, dims)
 
