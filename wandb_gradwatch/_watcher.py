@@ -8,7 +8,7 @@ import math
 import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
+from ._boundary import entry_point
 from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
@@ -56,6 +57,7 @@ class Watcher:
         self._registry = registry
         self._alert_manager = AlertManager(config.rules)
         self._removed, self._is_new = False, True  # new: nothing has been delivered yet
+        self._has_failed = False  # whether a failure of the monitor was reported
         self._boundary = ErrorBoundary(self._failed)
         window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=rank() == 0)
@@ -97,7 +99,7 @@ class Watcher:
     def __enter__(self) -> Watcher:
         return self
 
-    @alone
+    @alone()
     def __exit__(self, exception_type: object, *_: object) -> None:
         self._remove(merge=exception_type is None)
 
@@ -105,22 +107,24 @@ class Watcher:
         """A copy or a pickle of a model that has its watcher as an attribute contains None instead."""
         return type(None), ()
 
+    @entry_point(lambda: "Watcher")
     def __repr__(self) -> str:
         state = "removed" if self._removed else f"step {self.step}"
         return f"Watcher({len(self._registry.names)} parameters, {state})"
 
     @property
+    @entry_point(lambda: 0)
     def step(self) -> int:
         """The number of the last finished step."""
         return self._parts.clock.last_step
 
-    @alone
+    @alone()
     def mark_step(self) -> None:
         """Count an update. Only training loops without an optimizer need to call this, after each update."""
         self._sampler.mark_step()
         self._deliver()
 
-    @alone
+    @alone()
     def loss(self, value: float | Tensor, *, is_share: bool = False) -> None:
         """Log the loss of the current update as `gradwatch/loss`; a loss that is not finite raises an alert.
 
@@ -142,25 +146,27 @@ class Watcher:
             self._sampler.take_loss(one, is_share=is_share)
 
     @property
+    @entry_point(tuple)
     def parameter_names(self) -> tuple[str, ...]:
         """The names of all watched parameters, including frozen ones, without the prefixes of wrappers."""
         return tuple(self._registry.names)
 
     @property
-    @alone
+    @alone()
     def latest(self) -> Snapshot | None:
         """The newest flushed snapshot; before the first flush, the samples so far; None if there are none."""
         self._collect()
         return self._pipeline.newest
 
     @property
-    @alone
+    @alone(lambda: True)
     def healthy(self) -> bool:
         """False if a rule found an error in the newest sample that has arrived."""
         self._collect()
         return self._alert_manager.healthy
 
     @property
+    @entry_point(dict)
     def metric_seconds(self) -> dict[str, float]:
         """The host time in seconds of each of `metrics=` so far, by its repr; all `Metric`s share one entry.
 
@@ -168,6 +174,7 @@ class Watcher:
         """
         return self._parts.probes.seconds_of_each
 
+    @entry_point(lambda: False)
     def watches(self, model: object) -> bool:
         """Return whether this is one of the watched models, with or without a wrapper."""
         inner = unwrapped(model) if isinstance(model, torch.nn.Module) else model
@@ -177,7 +184,7 @@ class Watcher:
         """Return the key prefix of the model's totals in this W&B run, for each sink that writes to the run."""
         return self._dispatcher.namespaces_in(run)
 
-    @alone
+    @alone(list)
     def diagnose(self) -> list[Diagnosis]:
         """Return the probable causes of alerts that the last samples show, most probable first; [] if there are none.
 
@@ -186,7 +193,7 @@ class Watcher:
         self._collect()
         return self._rule_runner.diagnose()
 
-    @alone
+    @alone(Summary.empty)
     def summary(self) -> Summary:
         """Return the worst layers, the total norm and the alerts of the last samples, for print() or a notebook."""
         self._collect()
@@ -194,11 +201,12 @@ class Watcher:
         overhead_ratio = math.nan if newest is None else newest.overhead_ratio
         return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
 
+    @entry_point()
     def note(self, /, **context: object) -> None:
         """Attach values to the open step in the flight recorder, such as `watcher.note(batch=17)`."""
         self._dispatcher.recorder.note(self._parts.clock.open_step, **context)
 
-    @alone
+    @alone(list)
     def record(self, path: str | Path | None = None) -> list[Path]:
         """Write the flight recorder to a path. Without a path: beside the run, which also gets its table.
 
@@ -208,7 +216,7 @@ class Watcher:
         self._collect()
         return self._dispatcher.record(path, table=path is None)
 
-    @alone
+    @alone()
     def wait(self) -> None:
         """Wait until every sample so far has arrived and the rules have checked it.
 
@@ -218,7 +226,7 @@ class Watcher:
             self._sampler.end_sample()
             self._deliver(wait=True)
 
-    @alone
+    @alone()
     def flush(self) -> Snapshot | None:
         """End the window now: wait until its samples have arrived, and write them to the sinks.
 
@@ -231,7 +239,7 @@ class Watcher:
         self._flush_window(final=False)
         return self._pipeline.pop_unreturned()
 
-    @alone
+    @alone()
     def _run_ends(self) -> None:
         if not self._removed:
             self._boundary.run(self._sampler.run_ends)
@@ -250,7 +258,7 @@ class Watcher:
                     self._sampler.flush_window()
                 self._deliver(wait=True, flushed=True, final=final)
 
-    @alone
+    @alone()
     def remove(self) -> None:
         """Flush, remove every hook and close the sinks. Further calls do nothing.
 
@@ -259,7 +267,7 @@ class Watcher:
         """
         self._remove(merge=True)
 
-    @alone
+    @alone(dict)
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed training needs, as numbers, lists and tensors.
 
@@ -268,7 +276,7 @@ class Watcher:
         self.wait()
         return save_state(self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 
-    @alone
+    @alone()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`. Parameters are matched by name; parameters that no longer exist are dropped.
 
@@ -297,10 +305,14 @@ class Watcher:
             if self._parts.guard is not None:
                 self._parts.guard.learn(keep=0, raises=False)
                 self._say()
-        finally:  # on_alert may have raised
-            self._stop()
-            self._guard_leaves()
-            self._close()
+        except Exception as error:
+            self._boundary.caught(error)  # what is meant for the training, as of on_alert, is raised below
+        finally:
+            if not self._removed:
+                with ExitStack() as stack:
+                    stack.callback(self._close)
+                    stack.callback(self._guard_leaves)
+                    stack.callback(self._stop)
 
     def _close(self) -> None:
         schedule = self._parts.schedule
@@ -314,18 +326,20 @@ class Watcher:
     def _stop(self) -> None:
         self._removed = True
         self._models = []  # otherwise _model_gone would run while the interpreter exits, when torch no longer exists
-        self._sampler.stop()
-        self._registry.let_go()
-        if self._parts.replay is not None:
-            self._parts.replay.close()
-        if not self._boundary.in_forked_child:  # the connections belong to the parent
-            self._pipeline.close()
-            if self._session is not None:
-                self._session.end()
-        atexit.unregister(self._script_ends)
         if self in WATCHERS:
             WATCHERS.remove(self)
+        with ExitStack() as stack:  # which calls each of these, newest first, even if another one raises
+            stack.callback(atexit.unregister, self._script_ends)
+            if not self._boundary.in_forked_child:  # the connections belong to the parent
+                if self._session is not None:
+                    stack.callback(self._session.end)
+                stack.callback(self._pipeline.close)
+            if self._parts.replay is not None:
+                stack.callback(self._parts.replay.close)
+            stack.callback(self._registry.let_go)
+            stack.callback(self._sampler.stop)
 
+    @entry_point()
     def _script_ends(self) -> None:
         """Remove the watcher at exit: after a plain end, sys.exit(), an exception or Ctrl-C."""
         crashed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -333,6 +347,7 @@ class Watcher:
             self.record()
         self._remove(merge=crashed is None)
 
+    @entry_point()
     def _model_gone(self, _: object) -> None:
         # Do nothing while a graph is captured or traced, because the flush would become part of the graph, nor while
         # another thread holds the lock, because a finalizer must not wait. The exit handler then removes the watcher.
@@ -347,8 +362,18 @@ class Watcher:
     def _failed(self, error: Exception) -> None:
         """After an exception inside the monitor: log it once and stop, but keep what was measured. Training goes on."""
         if self._removed:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.error("wandb_gradwatch failed while it stopped watching; training goes on.", exc_info=error)
             return
-        self._stop()
+        self._has_failed = True
+        with ExitStack() as stack:  # which calls each of these, newest first, even if another one raises
+            stack.callback(self._close)
+            stack.callback(self._deliver_the_last, error)
+            stack.callback(self._report, error)
+            stack.callback(self._stop)
+
+    def _report(self, error: Exception) -> None:
         if self._parts.guard is not None and self._parts.guard.keep_voting(
             self._registry.slot_of_id, self._registry.models()
         ):
@@ -362,6 +387,8 @@ class Watcher:
                 unguarded,
                 exc_info=error,
             )
+
+    def _deliver_the_last(self, error: Exception) -> None:
         try:
             self._say()  # messages from before the failure; on_alert may raise
             if isinstance(error, CannotWatchError):  # the monitor itself works
@@ -371,7 +398,6 @@ class Watcher:
                 self._pipeline.rescue()
             except Exception:  # the failure that ended the monitor may repeat here
                 logger.exception("wandb_gradwatch could not write the last samples.")
-            self._close()
 
     def _collect_some(self) -> None:
         """Deliver what has arrived, unless nothing is notable: then it may wait for the next samples."""

@@ -27,7 +27,7 @@ class OpenSample:
     def __init__(self, parts: CaptureParts, measurer: Measurer) -> None:
         self._parts = parts
         self._measurer = measurer
-        self.boundary = parts.boundary
+        self._boundary = parts.boundary
         self._being_unscaled = Inspection()
         self._forget_gradients()
         self.was_reset = False  # whether gradients of earlier backwards were reset without a step

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._boundary import entry_point
 from .._guard.step_skipping import StepSkipping, take_over_votes
 from .._runtime.autograd import backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
@@ -56,10 +57,11 @@ class Sampler(Listener):
         boundary: ErrorBoundary,
         deliver: Callable[[], None],
     ) -> None:
-        self.boundary = boundary
+        self._boundary: ErrorBoundary = boundary
         self._deliver = deliver
         self._hooks = BackwardHooks(
             SampleClock(step=config.start_step),
+            boundary=boundary,
             on_arrival=self._arrived,
             on_begin=self._backward_begins,
             on_end=self._backward_ended,
@@ -100,8 +102,8 @@ class Sampler(Listener):
         """Remove every hook and wrapper. Idempotent."""
         self._backward_rest.remove_witnesses()
         if current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company):
-            self.boundary.run(self.parts.take_off_hooks, is_alone=True)  # it walks the model, which may fail
-        self.boundary.stopped = True
+            self._boundary.run(self.parts.take_off_hooks, is_alone=True)  # it walks the model, which may fail
+        self._boundary.stopped = True
         self.counter = None
         STEP_HOOKS.unsubscribe(self)
         SCALERS.unsubscribe(self)
@@ -214,20 +216,23 @@ class Sampler(Listener):
         if self._backward_rest.begins_after():
             self.counter = self._backward_rest
 
+    @entry_point()
     def mute(self, muted: bool) -> None:
         self._clock.muted += 1 if muted else -1
 
+    @entry_point()
     def end_counting(self, *, before_step: bool = False) -> None:
         rest, self.counter = self.counter, None
         if rest is not None:
             rest.end(before_step=before_step)
 
+    @entry_point(lambda: False)
     def follows(self, optimizer: Optimizer) -> bool:
         answer = self.parts.optimizers.known_to_follow(optimizer)
         if answer is None:
-            answer = bool(self.boundary.run(self._learn, optimizer))
+            answer = bool(self._boundary.run(self._learn, optimizer))
         if not (answer or self._clock.num_closed) and self.parts.wiring.stepped_elsewhere():
-            self.boundary.run(self._deliver)
+            self._boundary.run(self._deliver)
         return answer
 
     def _learn(self, optimizer: Optimizer) -> bool:
@@ -243,16 +248,19 @@ class Sampler(Listener):
             self.parts.wiring.stepped_without_the_model(optimizer)
         return follows
 
+    @entry_point(lambda: False)
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         return self.parts.optimizers.slots(inner) <= self.parts.optimizers.slots(outer)
 
     @contained
     def before_closure(self, optimizer: Optimizer) -> None:
+        self._hooks.end_outside()
         self.parts.optimizer_found()
         self._commit(self._clock.step_begins(self.parts.optimizers.key(optimizer)))
 
     @contained
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        self._hooks.end_outside()
         if self._by_hand.possible:
             self.parts.optimizer_found()
         SCALERS.steps_of(optimizer).begin()
@@ -304,6 +312,7 @@ class Sampler(Listener):
             )
         return is_outer
 
+    @entry_point()
     def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:
             self._guard.vote(optimizer, partial(self._decide, self._guard, optimizer, inside_backward))
@@ -317,6 +326,7 @@ class Sampler(Listener):
             step, found = self._clock.open_step, self._sample.so_far() if guard.needs_rows else {}
             guard.decide(optimizer, step, entries, version, inside_backward=inside_backward, found=found)
 
+    @entry_point()
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:
             self._guard.release(optimizer)
@@ -366,6 +376,7 @@ class Sampler(Listener):
 
     @contained
     def before_unscale(self, optimizer: Optimizer) -> None:
+        self._hooks.end_outside()
         if self.parts.is_measured:
             self._sample.before_unscale(optimizer)
 
@@ -374,9 +385,12 @@ class Sampler(Listener):
         if self.parts.is_measured:
             self._sample.after_unscale(optimizer)
 
+    @entry_point()
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
+        self._hooks.end_outside()
         self._sample.before_clipping(parameters)
 
+    @entry_point()
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
         self._sample.after_clipping(parameters)
 
@@ -414,6 +428,7 @@ class Sampler(Listener):
         With `final` and without an optimizer, the last backward counts as an update by hand. With an optimizer, the
         loop has left the last step out, perhaps because it has found NaN.
         """
+        self._hooks.end_outside()
         if self.counter is self._backward_rest and not self.parts.thread.is_another:
             self.end_counting()
         if (final or not self.parts.thread.is_another) and (closed := self._clock.close()):
@@ -456,8 +471,8 @@ class Sampler(Listener):
             self.parts.loss.take()
             if self._guard is not None:
                 self.parts.window.discard()
-                self._schedule.seconds_left_out += self.boundary.seconds_spent - self._seconds_at_commit  # on guarding
-        self._seconds_at_commit = self.boundary.seconds_spent
+                self._schedule.seconds_left_out += self._boundary.seconds_spent - self._seconds_at_commit  # on guarding
+        self._seconds_at_commit = self._boundary.seconds_spent
         if self._schedule.window_is_full(closed.step):
             self.flush_window(is_full=True)
         self._sample.begin()
@@ -472,7 +487,7 @@ class Sampler(Listener):
 
     def _account(self) -> tuple[float, float, float]:
         """Return the seconds spent, and those of the host and of the device alone."""
-        host, device = self.boundary.seconds_spent + self.parts.probes.seconds_spent, self._measurer.timer.seconds()
+        host, device = self._boundary.seconds_spent + self.parts.probes.seconds_spent, self._measurer.timer.seconds()
         if self.counter is not None:
             host += self.counter.seconds_spent
         spent, last_host, last_device = self._settled

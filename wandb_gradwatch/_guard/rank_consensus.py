@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._measure.elements import upload, wide_dtype
+from .._runtime.notices import CannotWatchError
 from .._runtime.sharding import is_sharded, local_part
 
 # N parameters of an optimizer
@@ -25,16 +26,16 @@ PARTS_REFUSED: Final = (
 
 
 def refuse_guard(*, uses_fsdp1: bool, function: bool, has_stages: bool = False) -> None:
-    """Raise a ValueError for a guard that ranks with shards or stages of one model cannot follow alike."""
+    """Raise a CannotWatchError, a ValueError, for a guard that ranks of one model cannot follow alike."""
     if has_stages:
-        raise ValueError(PARTS_REFUSED)
+        raise CannotWatchError(PARTS_REFUSED)
     if uses_fsdp1:
-        raise ValueError(
+        raise CannotWatchError(
             "guard= does not work with FullyShardedDataParallel (FSDP1), whose ranks could not decide alike; "
             "use fully_shard (FSDP2), or guard=None"
         )
     if function:
-        raise ValueError(
+        raise CannotWatchError(
             "guard= was given a function, which sees only the shards of its own rank and could decide otherwise on "
             'another; with a sharded model use guard="skip"'
         )
@@ -44,7 +45,7 @@ class RankConsensus:
     """Computes sums over the ranks that share one optimizer's parameters, given by slot.
 
     Raises:
-        ValueError: none of the parameters' device meshes contains all ranks of the others.
+        CannotWatchError: none of the parameters' device meshes contains all ranks of the others.
     """
 
     def __init__(self, parameters: dict[int, Tensor]) -> None:
@@ -53,7 +54,7 @@ class RankConsensus:
         self._mesh = max(meshes.values(), key=lambda mesh: int(mesh.size()))
         members = set(self._mesh.mesh.flatten().tolist())
         if any(not members.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes.values()):
-            raise ValueError(
+            raise CannotWatchError(
                 f"guard= needs one device mesh that has all ranks of the others, but the parameters of one optimizer "
                 f"are on {', '.join(map(str, meshes.values()))}; use guard=None, or an optimizer for each mesh"
             )

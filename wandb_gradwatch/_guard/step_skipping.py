@@ -9,6 +9,7 @@ sample over   end_step()    the step's decisions are complete
 later         decide()      the guard learns from them
 """
 
+import logging
 import math
 import weakref
 from collections import defaultdict, deque
@@ -23,19 +24,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._boundary import Boundary, RaisedToTheUser, entry_point
 from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
-from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.notices import CannotWatchError, Notices
 from .._runtime.sharding import Shards, is_sharded, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Found, Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
-from .guard import SkipGuard, honours_found_inf
+from .guard import SkipGuard, TooManySkippedStepsError, honours_found_inf
 from .rank_consensus import PARTS_REFUSED, RankConsensus, refuse_guard
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 # N parameters of an optimizer
 
@@ -91,6 +94,7 @@ class StepSkipping(Listener):
         notices: Notices,
     ) -> None:
         self._guard, self._window, self._shards, self._known, self._notices = guard, window, shards, known, notices
+        self._boundary = Boundary(self._failed)  # of the votes after a failure of the monitor, which has its own
         self.replay: StepReplay | None = None  # runs a bad step again
         self.compare_ranks: Callable[[], None] = lambda: None  # raises if ranks train different parameters
         self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
@@ -135,8 +139,9 @@ class StepSkipping(Listener):
         if not slots:
             return
         if self._guard.is_bad is not None:
-            with raised_to_the_user():
-                bad = bool(self._guard.is_bad(self._peek(slots, step, found)))
+            snapshot = self._peek(slots, step, found)
+            with RaisedToTheUser():
+                bad = bool(self._guard.is_bad(snapshot))
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
         limit = math.inf if inside_backward else self._guard.norms.limit(*self._present(slots))
@@ -162,7 +167,7 @@ class StepSkipping(Listener):
         """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole."""
         if not self._shards.any:
             return None
-        with raised_to_the_user():
+        with RaisedToTheUser(CannotWatchError):
             refuse_guard(uses_fsdp1=self._shards.uses_fsdp1, function=self.needs_rows)
             if version != self._version:
                 self._version, self._consensuses = version, {}
@@ -226,14 +231,21 @@ class StepSkipping(Listener):
             STEP_HOOKS.unsubscribe(self)
             _VOTERS.discard(self)
 
+    def _failed(self, error: Exception) -> None:
+        STEP_HOOKS.unsubscribe(self)
+        logger.error("wandb_gradwatch: this rank can no longer vote on steps; training goes on.", exc_info=error)
+
+    @entry_point(lambda: False)
     def follows(self, optimizer: Optimizer) -> bool:
         if all(model() is None for model in self._models):  # the ids may be those of other parameters now
             self.stop_voting(list(self._slot_of_id))
         return bool(self._held_by(optimizer))
 
+    @entry_point(lambda: False)
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         return self._held_by(inner).keys() <= self._held_by(outer).keys()
 
+    @entry_point()
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         parameters = self._held_by(optimizer)
         if not any(map(is_sharded, parameters.values())):
@@ -292,7 +304,7 @@ class StepSkipping(Listener):
             if found:  # said here, because the rules receive only sampled steps
                 self._notices.say("skipped", f"the guard skipped step {step.number}, whose gradients {found}")
             if counts:
-                with raised_to_the_user():
+                with RaisedToTheUser(TooManySkippedStepsError):
                     self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
 
     def take(self) -> dict[str, Tensor | float]:
@@ -353,7 +365,7 @@ class StepSkipping(Listener):
         """Decide on the host, from the first three values of an opinion."""
         withheld = True  # also if `withholds` raises, because the step is not made then
         try:
-            with raised_to_the_user():
+            with RaisedToTheUser(TooManySkippedStepsError):
                 withheld = self._guard.withholds(step, bad=bool(values[2]) or bool(self._withheld))
         finally:
             self._opinions.append(_Opinion(slots, learns, [*values, float(withheld), 0.0]))

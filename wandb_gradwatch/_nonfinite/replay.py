@@ -75,6 +75,9 @@ class StepReplay:
                 name = type(model).__name__
                 notice("no replay", f"{name} refuses hooks ({error}): a bad step is not run again to find its cause")
 
+    def caught(self, error: Exception) -> None:
+        self._boundary.caught(error)
+
     @property
     def is_open(self) -> bool:
         """Whether the inputs of a forward that runs now are kept."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from .._analysis.formatting import visible_text
+from .._boundary import CallbackError
 from .._interruptions import raise_interruption
-from .._runtime.error_boundary import CallbackError
 from ..rules import Alert
 from ..sinks import Sink
 from ..snapshot import Snapshot

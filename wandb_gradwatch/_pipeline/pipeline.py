@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from .._boundary import CallbackError
 from .._capture.parts import CaptureParts
 from .._measure.change import MULTIPLIED, is_limit
 from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._measure.probe_values import MetricHistogram, merge_histograms
-from .._runtime.error_boundary import CallbackError
 from .._runtime.rank_session import RankSession
 from .._transfer.transfers import ArrivedFlush, ArrivedSample, Names
 from ..snapshot import Snapshot, keys

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from .._interruptions import raise_interruption
 from .._measure.columns import NUM_BINS, Column, IntArray
 from ..rules import Alert
 from ..snapshot import Snapshot
@@ -186,6 +187,7 @@ def _small(value: object) -> str | int | float | bool | None:
         return float(value) if math.isfinite(value) else repr(value)
     try:
         text = value if isinstance(value, str) else repr(value)
-    except Exception as error:  # of the user's object
+    except Exception as error:  # of the user's class
+        raise_interruption(error)
         text = f"{type(value).__name__} without repr(): {type(error).__name__}"
     return text if len(text) <= MAX_NOTE_CHARACTERS else text[: MAX_NOTE_CHARACTERS - 1] + "…"

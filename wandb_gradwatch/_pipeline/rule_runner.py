@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from .._boundary import CallbackError
 from .._diagnosis import Diagnosis, diagnose, with_diagnosis
-from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import world_size
 from ..rules import Alert
 from ..rules._base import Finding, Level

@@ -11,27 +11,31 @@ from typing import Any, Final
 
 from torch import nn
 
+from .._boundary import Call, entry_point
 from .steps import Listeners
 
 
 class PipelineSchedules(Listeners):
     """Calls listeners around every step of a schedule that has a backward."""
 
-    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
+    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
         schedules = sys.modules.get("torch.distributed.pipelining.schedules")  # its import takes seconds
         classes = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-        return [] if schedules is None else [(getattr(schedules, name), "step", self._step) for name in classes]
+        entry_points: dict[str, Callable[[Call], None]] = {"before": self._step_begins, "at_exit": self._step_ends}
+        return [] if schedules is None else [(getattr(schedules, name), "step", entry_points) for name in classes]
 
-    def _step(self, original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(schedule, "_has_backward", True):  # as in `schedule.eval()`
-            return original(schedule, *args, **kwargs)
-        for listener in self._listeners:
-            listener.schedule_begins(schedule)
-        try:
-            return original(schedule, *args, **kwargs)
-        finally:
+    @entry_point()
+    def _step_begins(self, call: Call) -> None:
+        schedule = call.args[0]
+        if getattr(schedule, "_has_backward", True):  # not in `schedule.eval()`
+            call.found = schedule
             for listener in self._listeners:
-                listener.schedule_ended(schedule)
+                listener.schedule_begins(schedule)
+
+    @entry_point()
+    def _step_ends(self, call: Call) -> None:
+        for listener in self._listeners if call.found is not None else ():
+            listener.schedule_ended(call.found)
 
 
 SCHEDULES: Final = PipelineSchedules()

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType, FunctionType
 from typing import Any, Final, Generic, TypeVar
 
@@ -25,8 +26,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from .._boundary import Boundary, Call, around, entry_point
 from .autograd import current_graph_task, num_nodes_made
-from .error_boundary import ADDED_FRAMES, ErrorBoundary, dynamo_disabled
+from .error_boundary import ADDED_FRAMES, dynamo_disabled
 
 Value = TypeVar("Value")
 
@@ -70,7 +72,11 @@ class Listener:
     """A subscriber to steps of optimizers or pipelines, gradient scalers or clipping: methods that do nothing."""
 
     counter: StepCounter | None = None  # the listener is not called for steps that the counter counts
-    boundary: ErrorBoundary  # gets the exceptions of the counter
+    _boundary: Boundary  # gets the exceptions of its methods, which are entry points, and of the code that calls them
+
+    def fail(self, error: Exception) -> None:
+        """Stop, because the code that calls the listeners has raised."""
+        self._boundary.fail(error)
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer updates watched parameters. Called before every step, so it must be cheap."""
@@ -133,6 +139,7 @@ class Listeners:
     """
 
     def __init__(self) -> None:
+        self._boundary = Boundary(self._failed)
         self._listeners: tuple[Listener, ...] = ()
         # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
         self._lock = threading.RLock()
@@ -150,30 +157,26 @@ class Listeners:
             if not self._listeners:
                 self._uninstall()
 
-    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-        """Modules or classes, attribute names, and wrappers, which get the original as their first argument."""
+    def _failed(self, error: Exception) -> None:
+        for listener in self._listeners:
+            listener.fail(error)
+
+    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
+        """Modules or classes, attribute names, and the entry points `before` and `after` calls of the attribute."""
         return ()
 
     def _install(self) -> None:
         installed = {(owner, name) for owner, name, _ in self._originals}
-        for owner, name, wrapper in self._wrappers():
+        for owner, name, entry_points in self._wrappers():
             original = owner.__dict__.get(name)  # None: an inherited method is wrapped at its own class
             if original is not None and (owner, name) not in installed:
                 self._originals.append((owner, name, original))
-                setattr(owner, name, _wrapped(original, wrapper))
+                setattr(owner, name, functools.wraps(original)(around(original, **entry_points)))
 
     def _uninstall(self) -> None:
         for owner, name, original in reversed(self._originals):
             setattr(owner, name, original)
         self._originals = []
-
-
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    return call
 
 
 def is_torchs(step: Callable[..., Any]) -> bool:
@@ -193,13 +196,18 @@ def _inherited_steps(cls: type[Optimizer]) -> Iterator[tuple[type, FunctionType]
 
 @dataclass(eq=False)
 class _Step:
-    """A running step, or one that raised, until the thread's next step or backward."""
+    """A running step, or one that raised, until the thread's next step or backward.
+
+    If it has a closure, the gradients of the closure's first evaluation are measured as those of the step. Line
+    searches evaluate the closure up to 20 more times, and Lightning runs the whole training step in the closure.
+    """
 
     optimizer: Optimizer
     frame: FrameType  # of its call; not the frame's id, which may be reused as soon as the frame is freed
     inside_backward: bool
     listeners: list[Listener]
     outer: list[tuple["_Step", Listener]]  # listeners for which this step is a part of another one
+    _boundary: Boundary
     has_begun: bool = False
     is_muted: bool = False
     last_hook: RemovableHandle | None = None
@@ -220,6 +228,20 @@ class _Step:
         for step, listener in told:
             if step.has_begun:  # otherwise a closure has yet to compute the gradients
                 listener.before_inner_step(self.optimizer, is_torchs=is_torchs(function))
+
+    @dynamo_disabled
+    @entry_point()
+    def last_hook_runs(self, *_: Any) -> None:
+        self.begin()
+
+    @dynamo_disabled
+    @entry_point()
+    def closure_returns(self, _: Call) -> None:
+        if not self.is_muted:
+            self.begin()
+            self.is_muted = True
+            for listener in self.listeners:
+                listener.mute(True)
 
 
 class _Stack(threading.local):
@@ -279,6 +301,7 @@ class StepHooks(Listeners):
             self._handles = []
 
     @dynamo_disabled
+    @entry_point()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         quick = self._quick
         if (
@@ -291,17 +314,14 @@ class StepHooks(Listeners):
             return None
         listeners: list[Listener] = []
         for listener in self._listeners:
-            try:
-                if (counter := listener.counter) is not None and counter.begins(optimizer):
-                    continue
-            except Exception as error:
-                listener.boundary.fail(error)
+            if (counter := listener.counter) is not None and counter.begins(optimizer):
+                continue
             if listener.follows(optimizer):
                 listener.end_counting(before_step=True)
                 listeners.append(listener)
         if not listeners:
             return None
-        frame = sys._getframe(1 + ADDED_FRAMES)
+        frame = sys._getframe(2 + ADDED_FRAMES)  # of the caller of the entry point
         self.drop_raised(frame)
         within: list[tuple[_Step, Listener]] = []
         for outer in self._stack.steps:
@@ -310,7 +330,7 @@ class StepHooks(Listeners):
             if outer.optimizer is not optimizer:  # its super().step() is wrapped
                 within += [(outer, listener) for listener in parts]
         self._wrap_inherited_steps(type(optimizer))
-        step = _Step(optimizer, frame, current_graph_task() != -1, listeners, within)
+        step = _Step(optimizer, frame, current_graph_task() != -1, listeners, within, self._boundary)
         self._stack.steps.append(step)
         self._under_way.add(weakref.ref(step, self._under_way.discard))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -318,16 +338,17 @@ class StepHooks(Listeners):
             # torch runs the global hooks first. The optimizer's own hooks and later global hooks may also change the
             # gradients before the step (clip, reduce): a hook that is registered now runs after all of them.
             if (listeners or within) and self._others_follow(optimizer):
-                step.last_hook = optimizer.register_step_pre_hook(lambda *_: step.begin())
+                step.last_hook = optimizer.register_step_pre_hook(step.last_hook_runs)
             else:
                 step.begin()
             return None
         for listener in listeners:
             listener.before_closure(optimizer)
-        wrapped = _measured_at_first_return(closure, step)
+        wrapped = around(closure, after=step.closure_returns)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
     @dynamo_disabled
+    @entry_point()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         quick = self._quick
         if quick is not None and quick.is_under_way and quick.optimizer() is optimizer:
@@ -335,11 +356,8 @@ class StepHooks(Listeners):
             quick.clock.step += 1
             return
         for listener in self._listeners:
-            try:
-                if (counter := listener.counter) is not None and counter.ends(optimizer):
-                    listener.end_counting()
-            except Exception as error:
-                listener.boundary.fail(error)
+            if (counter := listener.counter) is not None and counter.ends(optimizer):
+                listener.end_counting()
         if not self._under_way:
             return
         steps = self._stack.steps
@@ -354,21 +372,18 @@ class StepHooks(Listeners):
     def _wrap_inherited_steps(self, cls: type[Optimizer]) -> None:
         for base, function in _inherited_steps(cls):
             if base not in self._wrapped:
-                wrapper = self._wrapper_of(function)
+                wrapper = functools.wraps(function)(around(function, before=partial(self._delegates, function)))
                 self._wrapped[base] = function, wrapper
                 base.step = wrapper  # type: ignore[attr-defined]
 
-    def _wrapper_of(self, function: FunctionType) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                self._delegates(optimizer, function)
-            return function(optimizer, *args, **kwargs)
-
-        return step
+    @entry_point()
+    def _delegates(self, function: FunctionType, call: Call) -> None:
+        """An optimizer calls an inherited `step`."""
+        if not torch.compiler.is_compiling():
+            self._tell_delegation(call.args[0], function)
 
     @dynamo_disabled
-    def _delegates(self, optimizer: Optimizer, function: FunctionType) -> None:
+    def _tell_delegation(self, optimizer: Optimizer, function: FunctionType) -> None:
         """Tell the listeners of this optimizer's running steps that it calls an inherited `step`."""
         for step in [one for one in self._stack.steps if one.optimizer is optimizer]:
             step.delegate(function, [*((step, listener) for listener in step.listeners), *step.outer])
@@ -412,24 +427,6 @@ class StepHooks(Listeners):
             listener.mute(False)
         for listener in reversed(step.listeners):  # each restores what it found before the step
             listener.after_step(step.optimizer, inside_backward=step.inside_backward)
-
-
-def _measured_at_first_return(closure: Callable[[], Any], step: _Step) -> Callable[[], Any]:
-    """Wrap a closure so that the gradients of its first evaluation are measured as those of the step.
-
-    Line searches evaluate the closure up to 20 more times, and Lightning runs the whole training step in the closure.
-    """
-
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        result = closure(*args, **kwargs)
-        if not step.is_muted:
-            step.begin()
-            step.is_muted = True
-            for listener in step.listeners:
-                listener.mute(True)
-        return result
-
-    return evaluate
 
 
 STEP_HOOKS: Final = StepHooks()

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from .._arguments import check, check_flags, check_function, is_number
+from .._boundary import RaisedToTheUser
 from .._capture.parameter_registry import Models, with_prefixes
 from .._capture.probes import WatchedTensor
 from .._guard.guard import NormLimits, SkipGuard, judge_of_norms
 from .._measure.measure import measure_received
-from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.sharding import has_shards, refused_engine
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot
@@ -200,7 +200,7 @@ class GradWatch(Watching):
         names, state = tuple(tensor.name for tensor in tensors), self._engine.state
         norm = _norm(tensors)
         state.metrics[f"{self._prefix}grad_norm"] = norm
-        with raised_to_the_user():  # from the user's rule or callback
+        with RaisedToTheUser():  # from the user's rule or callback
             exceeds = self._rule or (lambda norm: norm > self._usual.limit(names, np.array(mask)))
             spike = not norm < math.inf or bool(exceeds(norm))
             is_first = spike and not state.unhealthy_spike
