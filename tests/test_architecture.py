@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rules": {"_measure", "snapshot", "_analysis"},
     "_diagnosis": {"_measure", "snapshot", "_analysis", "rules"},
     "_summary": {"_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
-    "sinks": {"_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
+    "sinks": {"_interruptions", "_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
     "_page": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output"},
     "_report": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output", "_page"},
     "_pipeline": {

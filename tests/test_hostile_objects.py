@@ -329,5 +329,5 @@ def test_runs_whose_methods_raise_keep_the_users_rows_and_the_training(name: str
 def test_a_note_of_an_object_whose_repr_raises_is_kept_without_its_value() -> None:
     watcher = wandb_gradwatch.watch(nn.Linear(1, 1), sinks=[MemorySink()])
     watcher.note(batch=RaisingKey(), number=3)
-    assert watcher._dispatcher.recorder.notes == {1: {"batch": "<RaisingKey, whose repr() raises>", "number": 3}}
+    assert watcher._dispatcher.recorder.notes == {1: {"batch": "RaisingKey without repr(): HostileError", "number": 3}}
     watcher.remove()

@@ -42,7 +42,7 @@ def test_an_error_is_said_on_standard_error_once_in_an_episode_and_the_end_says_
     [
         (1, "no alert in 4 of 4 steps measured."),
         (3, "no alert in 1 of 4 steps measured."),
-        (9, "nothing is known: 0 of 4 steps measured."),
+        (9, "nothing was measured in 4 steps."),
     ],
 )
 def test_a_run_without_alerts_ends_with_how_much_of_it_was_measured(capsys, every, ending):

@@ -295,8 +295,9 @@ class Watcher:
 
     def _remove(self, *, merge: bool) -> None:
         if self._removed or self._boundary.in_forked_child:
-            if self in WATCHERS:  # its monitor has failed; or a forked child, which does not own the run
-                self._stop()
+            may_vote = self in WATCHERS  # a guard whose monitor has failed; a forked child does not own the run
+            self._stop()  # once more, because Ctrl-C may have ended the first removal
+            if may_vote:
                 self._guard_leaves()
             return
         self._pipeline.merges = merge

@@ -306,9 +306,9 @@ class Sampler(Listener):
             of_rank = " The other gradients are those of this rank: metrics=[Ranks()] compares the ranks."
             self.parts.notices.say(
                 "outer step",
-                "an optimizer steps without a backward, on parameters that another one has just updated, first after "
-                f"step {self._clock.step}, as the outer optimizer of local SGD does: its steps are not counted, and "
-                f"its gradients are not in the series.{of_rank if world_size() > 1 else ''}",
+                "an optimizer steps without a backward, on parameters that another one has just updated, as the outer "
+                "optimizer of local SGD does: its steps are not counted, and its gradients are not in the series."
+                f"{of_rank if world_size() > 1 else ''}",
             )
         return is_outer
 

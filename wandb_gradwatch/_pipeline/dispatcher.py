@@ -151,7 +151,7 @@ class Dispatcher:
         """A line with the alerts and the number of measured steps, and the command that shows the page."""
         measured = f"{num_measured:,} of {num_steps:,} step{'' if num_steps == 1 else 's'} measured"
         if (first := self._first_alert) is None:
-            ending = f"no alert in {measured}." if num_measured else f"nothing is known: {measured}."
+            ending = f"no alert in {measured}." if num_measured else f"nothing was measured in {num_steps:,} steps."
         else:
             others = f"{self._num_alerts} alerts, the first" if self._num_alerts > 1 else "1 alert,"
             ending = f"{others} at step {first.step}: {first.title}; {measured}."
