@@ -108,7 +108,7 @@ def checked_loss(value: object) -> Tensor:
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     if not isinstance(value, Tensor):
         raise CallbackError from TypeError(
-            f"watcher.loss() was given a {type(value).__name__}, but must get a tensor of one element, or a number"
+            f"watcher.loss() got a {type(value).__name__}, which must be a tensor of one element, or a number"
         )
     if value.numel() != 1 or value.is_complex():
         raise CallbackError from ValueError(
