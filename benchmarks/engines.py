@@ -299,7 +299,8 @@ def by_hand(rank: int, world: int) -> Training:
 
 @regime("DeepSpeed, ZeRO 0")
 def deepspeed(rank: int, world: int) -> Training:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world)}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world), "WORLD_SIZE": str(world)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     import deepspeed
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would need a compiler
@@ -388,13 +389,13 @@ def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("wandb_gradwatch").addHandler(handler)
     try:
-        plain = [local(parameter) for parameter in _train(name, rank, world)[0].parameters]
+        wandb_gradwatch.watch(REGIMES[name][0](rank, world).model, sinks=[MemorySink()]).remove()
     except ImportError as error:
         return {"outcome": f"not installed here: {error.name}"}
-    try:
-        training, watcher, sink = _train(name, rank, world, rules=[], log_every=2)
     except ValueError as error:
         return {"outcome": "refused", "said": [str(error)]}
+    plain = [local(parameter) for parameter in _train(name, rank, world)[0].parameters]
+    training, watcher, sink = _train(name, rank, world, rules=[], log_every=2)
     watcher.remove()
     snapshot, truth = sink.merged(), reference(world, tied=training.tied)
     if snapshot is None:
@@ -480,7 +481,7 @@ def _said(is_true: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="regimes; without any, all")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/distributed.md")
+    parser.add_argument("--write", action="store_true", help="write the lines into docs/distributed.md")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -496,8 +497,11 @@ def main() -> None:
         print(lines[-1], flush=True)
     if arguments.write:
         page = PAGE.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END, 1)[1]
-        PAGE.write_text(f"{before}{BEGIN}" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+        before, rest = page.split(BEGIN)
+        table, after = rest.split(END, 1)
+        of_name = {one.split(" | ")[0]: one for one in (table.splitlines() if arguments.names else [])}
+        of_name |= {one.split(" | ")[0]: one for one in lines}
+        PAGE.write_text(f"{before}{BEGIN}" + "\n".join(of_name.values()) + f"\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

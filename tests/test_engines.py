@@ -19,8 +19,9 @@ QUICK = (
     "pipeline, ScheduleGPipe",
     "pipeline, ScheduleZBVZeroBubble",
 )
-# Refused, as in test_refused_engines.py; and the pipeline of FSDP2 modules, whose hooks run outside of a backward.
-LEFT_OUT = ("DeepSpeed", "Megatron", "pipeline of FSDP2")
+# Refused, as in test_refused_engines.py; the pipeline of FSDP2 modules, whose hooks run outside of a backward; and
+# averages by hand, before which each rank's own gradient is measured if nothing clips.
+LEFT_OUT = ("DeepSpeed", "Megatron", "pipeline of FSDP2", "gradients averaged by hand")
 SLOW = tuple(name for name in REGIMES if name not in QUICK and not name.startswith(LEFT_OUT))
 
 

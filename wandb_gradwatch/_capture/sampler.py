@@ -77,6 +77,7 @@ class Sampler(Listener):
         self._inside_backward = False
         self._inside_schedule = False  # whether a pipeline schedule runs, whose backwards are parts of one
         self._joining: int | None = None
+        self._has_outer = False  # whether an outer optimizer has stepped
         self._seconds_at_commit = 0.0
         self._settled = (0.0, 0.0, 0.0)  # at the last sample: seconds spent, seconds of the host, and of the device
         if config.scaler is not None:
@@ -302,7 +303,8 @@ class Sampler(Listener):
         Its gradients are differences of parameters: in one series with true gradients they would look like a fault.
         """
         is_outer = self._clock.were_just_updated(key)
-        if is_outer:
+        if is_outer and not self._has_outer:
+            self._has_outer = True
             of_rank = " The other gradients are those of this rank: metrics=[Ranks()] compares the ranks."
             self.parts.notices.say(
                 "outer step",
