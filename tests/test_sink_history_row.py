@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from functools import reduce
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +14,15 @@ import wandb
 from grad_samples import sample_of
 from hypothesis import given
 from hypothesis import strategies as st
+from offline import records
 from windows import window
 
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import Column
 from wandb_gradwatch.sinks._history_row import HistoryRow, TableRow
-from wandb_gradwatch.snapshot import keys
+from wandb_gradwatch.sinks._wandb_run import WandbSink
+from wandb_gradwatch.snapshot import Snapshot, keys
+from wandb_gradwatch.snapshot._shapes import select_samples
 
 FORECASTS = ("underflow_ratio", "flush_ratio", "headroom")
 NAN, INF = math.nan, math.inf
@@ -28,6 +34,8 @@ def test_layers_of_norm_5_and_12_make_13() -> None:
     assert scalars == pytest.approx(
         {
             "gradwatch/step": 1,
+            "gradwatch/first_sample": 1,
+            "gradwatch/num_samples": 1,
             "gradwatch/grad_norm": 13,
             "gradwatch/grad_norm_max": 13,
             "gradwatch/grad_norm_clipped": 13,
@@ -159,6 +167,65 @@ def test_every_value_is_a_python_number() -> None:
     assert {type(value) for value in scalars.values()} == {int, float}
 
 
+def listed(*snapshots: Snapshot) -> list[list[float | None]]:
+    """The samples in the row of these windows, merged one after the other as a queue merges them."""
+    (part,) = reduce(HistoryRow.merge, map(HistoryRow.of, snapshots)).parts()
+    return part[keys.SAMPLES]
+
+
+def test_a_row_lists_its_samples_with_six_digits_and_the_elements_that_are_not_finite() -> None:
+    # norms 5, sqrt(2), sqrt(1) of the finite rest, and none where nothing is finite
+    row = window({"a": [3, 4]}, {"a": [1, 1]}, {"a": [1, NAN, INF]}, {"a": [NAN]}, first_step=7)
+    assert listed(row) == [[7, 5.0], [8, 1.41421], [9, 1.0, 2], [10, None, 1]]
+    (part,) = HistoryRow.of(row).parts()
+    assert (part[keys.FIRST_SAMPLE], part[keys.STEP], part[keys.NUM_SAMPLES]) == (7, 10, 4)
+
+
+def test_merged_rows_hold_the_samples_of_all_and_nothing_between_them() -> None:
+    first, later = window({"a": [1.0]}, first_step=64), window({"a": [2.0]}, {"a": [3.0]}, first_step=132)
+    (part,) = HistoryRow.of(first).merge(HistoryRow.of(later)).parts()
+    assert part[keys.SAMPLES] == [[64, 1.0], [132, 2.0], [133, 3.0]]
+    assert (part[keys.FIRST_SAMPLE], part[keys.STEP], part[keys.NUM_SAMPLES]) == (64, 133, 3)
+
+
+def test_a_second_model_says_what_its_own_rows_hold() -> None:
+    (part,) = HistoryRow.of(window({"a": [1.0]}), namespace="critic").parts()
+    assert part["gradwatch/critic/samples"] == [[1, 1.0]]
+    assert (part["gradwatch/critic/first_sample"], part["gradwatch/critic/num_samples"]) == (1, 1)
+    assert keys.SAMPLES not in part
+
+
+def test_a_row_of_thousands_of_samples_is_small_and_keeps_the_conspicuous_ones() -> None:
+    # Norms of 1 in 5,000 steps, but 9 at step 1,001, and NaN at step 3,001. Blocks of 16 steps are the first of which
+    # at most 512 cover them: 313. The first sample of a block stays where all are equal.
+    gradients: list[dict[str, list[float]]] = [{"a": [1.0]} for _ in range(5000)]
+    gradients[1000], gradients[3000] = {"a": [9.0]}, {"a": [NAN]}
+    row = window(*gradients)
+    found = listed(row)
+    assert len(found) == 313
+    assert found[:2] == [[1, 1.0], [16, 1.0]]
+    assert [sample for sample in found if sample[1] != 1] == [[1001, 9.0], [3001, None, 1]]
+    assert len(json.dumps(found)) < 20_000
+    parts = [select_samples(row, range(begin, min(begin + 700, 5000))) for begin in range(0, 5000, 700)]
+    assert listed(*parts) == found
+    (part,) = HistoryRow.of(row).parts()
+    assert part[keys.NUM_SAMPLES] == 5000
+
+
+def test_wandb_stores_the_samples_of_a_row_and_makes_no_scalar_of_them(tmp_path: Path) -> None:
+    run = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True, console="off"))
+    sink = WandbSink(run)
+    sink.write(window({"a": [3, 4]}, {"a": [NAN]}))
+    sink.close()
+    run.finish()
+    found = records(run)
+    rows = [one["history"]["item"] for one in found if "history" in one]
+    assert [row[keys.SAMPLES] for row in rows] == [[[1, 5], [2, None, 1]]]
+    summary = {key for one in found if "summary" in one for key in one["summary"].get("update", {})}
+    assert keys.GRAD_NORM_MAX in summary
+    assert not [key for key in summary if key.startswith(keys.SAMPLES)]
+
+
 _values = st.one_of(
     st.none(), st.lists(st.sampled_from([0.0, 1.0, -2.5, 1e-30, 1e6, NAN, INF, -INF]), min_size=1, max_size=4)
 )
@@ -172,6 +239,7 @@ def test_the_row_of_two_windows_is_the_merge_of_their_rows(first: list, second: 
     merged = HistoryRow.of(a).merge(HistoryRow.of(b))
     whole = HistoryRow.of(a.merge(b))
     assert merged.scalars() == pytest.approx(whole.scalars())
+    assert merged.listed.as_json() == whole.listed.as_json()
     assert merged.histograms.keys() == whole.histograms.keys()
     for key, histogram in merged.histograms.items():
         np.testing.assert_array_equal(histogram.packed(), whole.histograms[key].packed())

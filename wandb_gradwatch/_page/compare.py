@@ -11,9 +11,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
-from .history import LAYER_NAMES, OwnSeries, RunHistory, flat
-from .packing import Blob, picture_width, pool, pool_extremes, pool_steps
-from .payload import MAX_POINTS, by_role, describe_run, own_role
+from .history import LAYER_NAMES, OwnSeries, RunHistory, Samples, flat, intervals
+from .packing import Blob, picture_width, pool, pool_extremes, pool_steps, thinned_samples
+from .payload import MAX_POINTS, by_role, describe_run, own_role, pack_measured
 from .verdict import Verdict, judge, nonfinite_rows
 
 # P layers that both runs have, G windows in the steps of both runs
@@ -49,6 +49,7 @@ class Comparison:
 
     names: list[str]  # [P] the layers of both runs, spelled as in the model, in the first run's order
     only: tuple[list[str], ...]  # for each run, the layers that only this run has
+    starts: IntArray  # [G] the first step that was measured in every common window
     steps: IntArray  # [G] the last step of every common window; windows are those of the coarser run
     # For each run, [P, G]: the largest norm in the window; NaN if no gradient arrived, infinite if one was not finite
     norms: tuple[FloatArray, FloatArray]
@@ -89,12 +90,19 @@ def compare(first: RunHistory, second: RunHistory) -> Comparison:
     return Comparison(
         names=spelled,
         only=tuple(run.spelled(name for name in run.names if name not in common) for run in (first, second)),
+        starts=_starts(steps, (first, second)),
         steps=steps,
         norms=norms,
         equal_until=int(steps[num_equal - 1]) if num_equal else None,
         parting=_parting(spelled, steps, norms),
         verdicts=(judge(first), judge(second)),
     )
+
+
+def _starts(steps: IntArray, runs: Sequence[RunHistory]) -> IntArray:
+    measured = np.unique(np.concatenate([run.samples.steps for run in runs]))
+    after_previous = np.append(-np.inf, steps[:-1] + 1.0)
+    return np.asarray(measured[np.searchsorted(measured, after_previous)])
 
 
 def sentence(found: Comparison, second: str = "B") -> str:
@@ -197,12 +205,15 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
         raise ValueError(f"{len(histories)} runs are too many for one page; give at most {MAX_RUNS}")
     blob = Blob()
     lettered = dict(zip(string.ascii_uppercase, histories, strict=False))
-    pairs = [_pair(compare(histories[0], other), letter, blob) for letter, other in list(lettered.items())[1:]]
+    pairs = [
+        _pair(compare(histories[0], other), (histories[0], other), letter, blob)
+        for letter, other in list(lettered.items())[1:]
+    ]
     content = {
         "run": {"id": "+".join(one.run_id for one in histories), "name": " and ".join(lettered)},
         "notes": [f"{letter}: {note}" for letter, history in lettered.items() for note in history.notes],
         "alerts": [],
-        "steps": sorted({step for one in histories for step in (*one.steps[:1].tolist(), *one.steps[-1:].tolist())}),
+        "steps": sorted({step for one in histories for step in one.samples.steps[[0, -1]].tolist() if len(one.steps)}),
         "axes": [],  # other axes, such as time, differ between runs
         "own": {"axes": [], "items": []},
         "grids": [{"key": "layer", "names": [], "columns": [[], []], "pooled": 1, "metrics": []}],
@@ -226,8 +237,17 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
     return content, blob
 
 
-def _pair(found: Comparison, letter: str, blob: Blob) -> dict[str, Any]:
+def _measured(histories: Sequence[RunHistory]) -> tuple[Samples, tuple[IntArray, IntArray]]:
+    """The steps that at least one of the runs measured, without values; and the intervals of such steps."""
+    steps = np.unique(np.concatenate([one.samples.steps for one in histories]))
+    parts = zip(*(one.measured for one in histories), strict=True)
+    first, last = (np.concatenate(ends) for ends in parts)
+    return Samples(steps, np.full(len(steps), np.nan), np.zeros(len(steps), dtype=np.int64)), intervals(first, last)
+
+
+def _pair(found: Comparison, histories: Sequence[RunHistory], letter: str, blob: Blob) -> dict[str, Any]:
     width = picture_width(len(found.steps), len(found.names), MAX_CELLS)
+    last = pool_steps(found.steps, width)[1]
     norms = [pool(norm.T, width, keys.LAYER_GRAD_NORM_MAX).T for norm in found.norms]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = np.where(np.isinf(norms[0]) | np.isinf(norms[1]), np.inf, norms[1] / norms[0])
@@ -243,9 +263,10 @@ def _pair(found: Comparison, letter: str, blob: Blob) -> dict[str, Any]:
         "name": None if found.parting is None else found.names.index(found.parting.name),
         "names": found.names,
         "only": found.only,
-        "columns": [steps.tolist() for steps in pool_steps(found.steps, width)],
+        "columns": [found.starts[::width].tolist(), last.tolist(), [True] * len(last)],
         "pooled": width,
-        "metrics": [{"key": key, **blob.add_matrix(matrix)} for key, matrix in matrices.items()],
+        "measured": pack_measured(*_measured(histories), blob, most=MAX_CELLS // 10),
+        "metrics": [{"key": key, "ofWindow": True, **blob.add_matrix(matrix)} for key, matrix in matrices.items()],
     }
 
 
@@ -257,7 +278,8 @@ def _strips(histories: Sequence[RunHistory], blob: Blob) -> list[dict[str, Any]]
         lines = [{"xs": steps.tolist(), "offset": blob.add_floats(values)} for steps, values in pooled]
         return {"label": label, "role": role, "lines": lines}
 
-    norms = [OwnSeries(one.steps.astype(float), one.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)) for one in histories]
+    samples = [thinned_samples(one.samples, MAX_POINTS) for one in histories]
+    norms = [OwnSeries(one.steps.astype(float), one.norms) for one in samples]
     shared = sorted(set.intersection(*(set(history.own) for history in histories)), key=by_role)[:_OWN_STRIPS]
     of_model = strip("gradient norm", "norm", norms)
     return [of_model, *(strip(key, own_role(key), [history.own[key] for history in histories]) for key in shared)]

@@ -44,6 +44,18 @@ class OwnSeries:
 
 
 @dataclass(frozen=True, eq=False)
+class Samples:
+    """Measured steps of the whole model, ascending and unique."""
+
+    steps: IntArray  # [N]
+    norms: FloatArray  # [N] NaN if missing
+    num_bad: IntArray  # [N] number of NaN and Inf elements
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.steps, self.norms, self.num_bad))
+
+
+@dataclass(frozen=True, eq=False)
 class HistogramSeries:
     """Histograms of one name over time; the bins of each have equal width between its own limits."""
 
@@ -73,12 +85,59 @@ class RunHistory:
     )  # [R] in seconds since 1970; NaN, or empty, if unknown
     wandb_steps: OwnSeries | None = None  # W&B's own step of our rows, at the sample's step; None if unknown
     own: Mapping[str, OwnSeries] = field(default_factory=dict)  # by scalar key of the user
+    listed: Samples | None = None  # the samples that the rows list; None if they list none
     histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)  # by name as in the key
     # By family of watch(metrics=...), then by name
     family_histograms: Mapping[str, Mapping[str, HistogramSeries]] = field(default_factory=dict)
     alerts: tuple[RecordedAlert, ...] = ()  # in the order in which they were sent
     flight_recorder: RecordedTable | None = None  # the last table logged as `gradwatch/flight_recorder`
     notes: tuple[str, ...] = ()  # problems of the file that a viewer must know: truncated, damaged, still open
+
+    @cached_property
+    def samples(self) -> Samples:
+        """The measured steps. A row that lists none stands for its last step, with its largest norm and its counts."""
+        norms = self.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)
+        num_bad = sum(np.nan_to_num(self.first_of(key)) for key in (keys.NUM_NAN, keys.NUM_INF))
+        rows = Samples(self.steps, norms, np.asarray(num_bad, dtype=np.int64))
+        if self.listed is None:
+            return rows
+        steps, first = np.unique(np.concatenate([self.listed.steps, rows.steps]), return_index=True)
+        return Samples(steps, *(np.concatenate(both)[first] for both in list(zip(self.listed, rows, strict=True))[1:]))
+
+    @cached_property
+    def measured(self) -> tuple[IntArray, IntArray]:
+        """The first and the last step of each interval in which every step was measured: two [K], ascending."""
+        first, count = self.first_of(keys.FIRST_SAMPLE), self.first_of(keys.NUM_SAMPLES)
+        is_whole = count == self.steps - first + 1  # a long row lists only some of its samples
+        steps, whole = self.samples.steps, first[is_whole].astype(np.int64)
+        recorded = np.array(self.recorded_steps, dtype=np.int64)
+        return intervals(
+            np.concatenate([steps, recorded, whole]), np.concatenate([steps, recorded, self.steps[is_whole]])
+        )
+
+    @property
+    def num_measured(self) -> int:
+        """The number of steps that were measured."""
+        counts = self.first_of(keys.NUM_SAMPLES)
+        return int(np.where(np.isnan(counts), 1, counts).sum())
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps from the first to the last one of the samples and of the user's longest series."""
+        if not len(self.steps):
+            return 0
+        longest = max((series.steps for series in self.own.values()), key=len, default=self.samples.steps)
+        known = [ends for steps in (self.samples.steps, longest) for ends in steps[[0, -1]].tolist()]
+        return round(max(known)) - round(min(known)) + 1
+
+    @cached_property
+    def recorded_steps(self) -> list[int]:
+        """The steps of the flight recorder's table, ascending."""
+        table = self.flight_recorder
+        if table is None or "step" not in table.columns:
+            return []
+        place = table.columns.index("step")
+        return sorted({row[place] for row in table.rows if len(row) > place and isinstance(row[place], int)})
 
     @cached_property
     def names(self) -> list[str]:
@@ -133,6 +192,20 @@ class RunHistory:
             return next(known, len(self._places)), natural_order(name)
 
         return sorted(names, key=order)
+
+
+def intervals(first_N: IntArray, last_N: IntArray) -> tuple[IntArray, IntArray]:
+    """Join intervals of whole numbers that touch or overlap, and return them ascending.
+
+    Example:
+        >>> [part.tolist() for part in intervals(np.array([7, 1, 2, 9]), np.array([7, 1, 4, 9]))]
+        [[1, 7, 9], [4, 7, 9]]
+    """
+    order = np.argsort(first_N, kind="stable")
+    first, last = first_N[order], np.maximum.accumulate(last_N[order])
+    begins = np.append(True, first[1:] > last[:-1] + 1)[: len(first)]
+    ends = np.append(begins[1:], True)[: len(first)]
+    return first[begins], last[ends]
 
 
 def _with_modules(name: str) -> Iterator[str]:

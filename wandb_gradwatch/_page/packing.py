@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._measure.columns import FloatArray, IntArray
-from .history import HistogramSeries
+from .history import HistogramSeries, Samples
 
 # R rows of the run, P names, W columns of a picture, H histograms of one name, B bins
 
@@ -28,12 +28,15 @@ CODE_ZERO: Final = 1
 CODE_FIRST: Final = 2
 CODE_LAST: Final = 65534
 CODE_INFINITE: Final = 65535
-_COUNTS: Final = frozenset({"num_nan", "num_inf", "num_nonfinite", "num_skipped_steps", "num_guarded_steps"})
+_COUNTS: Final = frozenset(
+    {"num_nan", "num_inf", "num_nonfinite", "num_skipped_steps", "num_guarded_steps", "num_samples"}
+)
 
 MAX_KEPT_CELLS: Final = 40_000_000  # rows x keys: 320 MB
 MAX_OWN_VALUES: Final = 8_000_000  # of all keys together: 128 MB
 MIN_OWN_VALUES: Final = 1_000  # of one key, even if there are many keys
 NUM_LOGGED_BINS: Final = 65  # of a histogram in our rows, with zero in the middle bin
+MAX_SAMPLES: Final = 1_000_000  # 24 MB
 MAX_STORED: Final = 100_000  # histograms over all names: about 70 MB
 
 
@@ -51,6 +54,10 @@ class Blob:
         """Append values as float32; values too large for float32 become infinite."""
         with np.errstate(over="ignore"):
             return self.add(values.astype("<f4").tobytes())
+
+    def add_steps(self, steps: IntArray) -> int:
+        """Append steps as float64, which JavaScript has too."""
+        return self.add(steps.astype("<f8").tobytes())
 
     def add_matrix(self, values: FloatArray, *, signed: bool = False) -> dict[str, Any]:
         """Append a matrix of any shape; return its offset and the meaning of its codes."""
@@ -122,12 +129,15 @@ def pool_steps(steps: IntArray, width: int) -> tuple[IntArray, IntArray]:
 
 def pool(values_R: FloatArray, width: int, key: str) -> FloatArray:
     """Pool neighbouring rows [R, ...]: counts are added; otherwise the largest value is kept, so that spikes stay.
+    Only of first samples the smallest is kept.
 
     Infinity is larger than every number, and a number larger than a missing value.
     """
     if width == 1:
         return values_R
     starts = np.arange(0, len(values_R), width)
+    if key.endswith("/first_sample"):
+        return np.fmin.reduceat(values_R, starts, axis=0)
     if not {key.partition("/")[0], key.rpartition("/")[2]} & _COUNTS:
         return np.fmax.reduceat(values_R, starts, axis=0)
     missing = np.logical_and.reduceat(np.isnan(values_R), starts, axis=0)
@@ -148,6 +158,59 @@ def pool_extremes(steps_N: FloatArray, values_N: FloatArray, most: int) -> tuple
     pairs = ((steps_N[starts], steps_N[ends]), extremes)
     steps, values = (np.stack(pair, axis=1).ravel()[:num_points] for pair in pairs)
     return steps, values
+
+
+class SampleColumns:
+    """The samples that rows list. Of too many, every second of a block of neighbours stays: the most conspicuous."""
+
+    def __init__(self) -> None:
+        self._steps, self._norms, self._num_bad = array("q"), array("d"), array("q")
+
+    def add(self, listed: object) -> None:
+        """Add the list of a row, as far as it is one of ours: [step, norm or None] or [step, norm or None, count]."""
+        for sample in listed if isinstance(listed, list) else ():
+            if not (isinstance(sample, list) and 2 <= len(sample) <= 3):
+                continue
+            step, norm, num_bad = map(_number_of, [*sample, 0][:3])
+            if abs(step) < 2**53 and 0 <= num_bad < 2**53:
+                self._steps.append(int(step))
+                self._norms.append(norm)
+                self._num_bad.append(int(num_bad))
+        if len(self._steps) > MAX_SAMPLES:
+            steps, norms, num_bad = thinned_samples(self.arrays(), MAX_SAMPLES // 2)
+            self._steps, self._num_bad = array("q", steps.tolist()), array("q", num_bad.tolist())
+            self._norms = array("d", norms.tolist())
+
+    def arrays(self) -> Samples:
+        """Return the samples by ascending step; of the samples of one step, the last one."""
+        steps, last = np.unique(np.array(self._steps, dtype=np.int64)[::-1], return_index=True)
+        columns = (np.array(self._norms)[::-1][last], np.array(self._num_bad, dtype=np.int64)[::-1][last])
+        return Samples(steps, *columns)
+
+
+def _number_of(value: object) -> float:
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.inf
+
+
+def thinned_samples(samples: Samples, most: int) -> Samples:
+    """Return at most `most` samples: of neighbours, the one with the most bad elements, then with the largest norm.
+
+    Neighbours are those in 2, 4, 8, ... steps, as in a row of many samples.
+    """
+    if len(samples.steps) <= most:
+        return samples
+    block = samples.steps
+    while np.count_nonzero(np.diff(block)) >= most:
+        block = block // 2
+    order = np.lexsort((np.nan_to_num(samples.norms, nan=np.inf), samples.num_bad))
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    starts = np.flatnonzero(np.append(True, np.diff(block)))
+    kept = order[np.maximum.reduceat(rank, starts)]
+    return Samples(samples.steps[kept], samples.norms[kept], samples.num_bad[kept])
 
 
 class RowColumns:

@@ -11,15 +11,17 @@ from typing import Any, Final
 import numpy as np
 
 from .._analysis.formatting import FOUND_PREFIX
-from .._measure.columns import FloatArray
+from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
-from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, natural_order
-from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width
+from .columns import OF_WINDOW, columns_of, recorded_values, spread, window_starts
+from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, Samples, natural_order
+from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width, thinned_samples
 from .verdict import fold, judge, severity
 
 # P names, W columns of a picture; limits keep the page small
 
 MAX_POINTS: Final = 4_000  # of one line
+MAX_SAMPLES: Final = 100_000
 MAX_CELLS: Final = 1_000_000  # of one layers x steps matrix
 MAX_HISTOGRAM_BYTES: Final = 4_000_000
 MAX_FAMILY_CELLS: Final = 4_000_000  # of all matrices of watch(metrics=...) together
@@ -56,6 +58,11 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "verdict": asdict(judge(history)),
         "alerts": [_alert(group) for group in fold(history.alerts)],
         "steps": pool_steps(history.steps, points)[1].tolist(),
+        "starts": window_starts(history, points).tolist(),
+        "measured": pack_measured(history.samples, history.measured, blob),
+        "isOneModel": not any(key.endswith("/num_samples") and key != keys.NUM_SAMPLES for key in history.values),
+        "numMeasured": history.num_measured,
+        "numSteps": history.num_steps,
         "pooledPoints": points,
         "axes": other_axes(history),
         "globals": {
@@ -93,8 +100,19 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "numRows": history.num_rows,
         "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,
         "numFlushes": len(history.steps),
+        "seconds": _seconds(history),
         "span": [int(history.steps[0]), int(history.steps[-1])] if len(history.steps) else None,
     }
+
+
+def pack_measured(
+    samples: Samples, whole: tuple[IntArray, IntArray], blob: Blob, *, most: int = MAX_SAMPLES
+) -> dict[str, Any]:
+    """Pack samples, the most conspicuous if there are too many, and the intervals in which every step was measured."""
+    steps, norms, num_bad = thinned_samples(samples, most)
+    offsets = {"steps": blob.add_steps(steps), "norms": blob.add_floats(norms), "bad": blob.add_floats(num_bad)}
+    firsts, lasts = (blob.add_steps(ends) for ends in whole)
+    return {"count": len(steps), **offsets, "numIntervals": len(whole[0]), "firsts": firsts, "lasts": lasts}
 
 
 def _grids(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
@@ -104,7 +122,7 @@ def _grids(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
         name: {metric: values[f"{metric}/{name}"] for metric in keys.LAYER_SCALARS if f"{metric}/{name}" in values}
         for name in history.names
     }
-    grids = [_grid("layer", history, layers, picture_width(num_rows, len(layers), MAX_CELLS), blob)]
+    grids = [_layers_grid(history, layers, picture_width(num_rows, len(layers), MAX_CELLS), blob)]
     families = {  # without names that have no values
         family: {name: of for name, of in history.family(family).items() if not np.isnan(list(of.values())).all()}
         for family in keys.METRIC_FAMILIES
@@ -120,16 +138,54 @@ def _grids(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
     return grids
 
 
-def _grid(key: str, history: RunHistory, found: _Series, width: int, blob: Blob) -> dict[str, Any]:
-    """Return one matrix [P, W] per metric: in logarithmic steps if no value is negative, otherwise in linear steps."""
+def _seconds(history: RunHistory) -> float | None:
+    """The time from the run's start to its last row; None if unknown."""
+    start = _start(history)
+    known = history.times[np.isfinite(history.times)]
+    return float(known.max() - start) if len(known) and start is not None else None
+
+
+def _start(history: RunHistory) -> float | None:
+    if not history.started_at:
+        return None
+    return datetime.fromisoformat(history.started_at.replace("Z", "+00:00")).timestamp()
+
+
+def _layers_grid(history: RunHistory, found: _Series, width: int, blob: Blob) -> dict[str, Any]:
+    steps = history.recorded_steps
+    table = RecordedTable([], []) if history.flight_recorder is None else history.flight_recorder
+    return _grid("layer", history, found, width, blob, (steps, recorded_values(table, steps)))
+
+
+def _grid(
+    key: str,
+    history: RunHistory,
+    found: _Series,
+    width: int,
+    blob: Blob,
+    recorded: tuple[Sequence[int], _Series] = ((), {}),
+) -> dict[str, Any]:
+    """Return one matrix [P, C] per metric: in logarithmic steps if no value is negative, otherwise in linear steps."""
     missing, metrics = np.full(len(history.steps), np.nan), []
+    columns = columns_of(history, width, recorded[0])
     for metric in sorted({metric for of_name in found.values() for metric in of_name}, key=_metric_order):
-        values = pool(np.stack([of_name.get(metric, missing) for of_name in found.values()], axis=1), width, metric).T
+        rows = [
+            spread(metric, of_name.get(metric, missing), columns, width, recorded[1].get(name, {}).get(metric))
+            for name, of_name in found.items()
+        ]
+        values = np.stack(rows)
         signed = bool((values < 0).any())
         if not np.isnan(values).all():
-            metrics.append({"key": metric, "signed": signed, **blob.add_matrix(values, signed=signed)})
-    columns = [steps.tolist() for steps in pool_steps(history.steps, width)]
-    return {"key": key, "names": history.spelled(found), "columns": columns, "pooled": width, "metrics": metrics}
+            of_window = width > 1 or (key == "layer" and metric in OF_WINDOW)
+            packed = blob.add_matrix(values, signed=signed)
+            metrics.append({"key": metric, "signed": signed, "ofWindow": of_window, **packed})
+    return {
+        "key": key,
+        "names": history.spelled(found),
+        "columns": [columns.first.tolist(), columns.last.tolist(), columns.is_whole.tolist()],
+        "pooled": width,
+        "metrics": metrics,
+    }
 
 
 def _metric_order(metric: str) -> tuple[int, str]:
@@ -191,8 +247,7 @@ def other_axes(history: RunHistory) -> list[dict[str, Any]]:
     candidates = []
     if np.isfinite(history.times).any():
         start = float(np.nanmin(history.times))  # or earlier, if the run's start is known
-        if history.started_at:
-            start = min(start, datetime.fromisoformat(history.started_at.replace("Z", "+00:00")).timestamp())
+        start = min(start, _start(history) or start)
         candidates.append((TIME, OwnSeries(history.steps.astype(float), history.times - start)))
     placed = history.wandb_steps
     if placed is not None and len(np.unique(placed.values - placed.steps)) > 1:  # otherwise W&B counts the same steps

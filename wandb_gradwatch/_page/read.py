@@ -22,7 +22,7 @@ import numpy as np
 from .._measure.columns import FloatArray
 from ..snapshot import keys
 from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, flat
-from .packing import HistogramCollector, OwnColumns, RowColumns
+from .packing import HistogramCollector, OwnColumns, RowColumns, SampleColumns
 
 HEADER: Final = b":W&B\xe1\xbe\x00"
 PART: Final = struct.Struct("<IHB")  # checksum of everything after it, length of the data, kind
@@ -124,6 +124,7 @@ class RunReader:
         self._histograms = HistogramCollector()
         self._is_ours = cache(keys.is_ours)  # cached, because all rows have the same keys
         self._rows = RowColumns()  # keys of wandb_gradwatch, by the sample's step
+        self._samples = SampleColumns()  # those that our rows list
         self._own = OwnColumns()  # keys of the user, by W&B's step
         self._placed = (array("q"), array("q"))  # for every row of wandb_gradwatch: W&B's step, and the sample's step
 
@@ -179,6 +180,7 @@ class RunReader:
         elif step is not None:  # otherwise the row is the user's
             self._last_step = step
             self._rows.add(step, row.get("_timestamp"), ours)
+            self._samples.add(row.get(keys.SAMPLES))
             for key in [key for key, value in row.items() if value == "histogram" and key.endswith("._type")]:
                 stem = key.removesuffix("._type")
                 if (place := keys.split_histogram(stem)) is not None:
@@ -216,6 +218,7 @@ class RunReader:
             times=times,
             values=values,
             wandb_steps=OwnSeries(sampled, placed),
+            listed=self._samples.arrays(),
             own={key: OwnSeries(steps_between(at, placed, sampled), own) for key, (at, own) in self._own.arrays()},
             histograms=histograms.pop("", {}),
             family_histograms=histograms,

@@ -36,17 +36,32 @@ def judge(history: RunHistory) -> Verdict:
     own_bad = [step for one in series for step in one.steps[~np.isfinite(one.values)].tolist()]
     bad = _first_nonfinite(history, told, own_bad)
     if first is None and bad is None:
-        return _without_accident(history, told, last, end)
+        return _without_accident(history, told, end)
     parts, starts = [], [] if bad is None else [bad]
     if first is not None:
-        parts.append(f"Broke at step {first.step}: {cause_of(first)}")
+        parts.append(f"Broke at step {first.step}{unmeasured_before(history, first.step or 0)}: {cause_of(first)}")
         starts.append(first.step or 0)
     if bad is not None and (first is None or not first.title.startswith(("NaN", "Inf"))):
-        parts.append(f"NaN or Inf from {'' if parts else 'step '}{bad}")
+        before = "" if bad in own_bad else unmeasured_before(history, bad)
+        parts.append(f"NaN or Inf from {'' if parts else 'step '}{bad}{before}")
     if bad is not None or (first is not None and first.title in _EXPLOSIVE):
-        after = _recovered(history, min(starts), own_bad)
-        parts.append(f"not recovered by step {last}" if after is None else f"recovered by {after}")
+        parts.append(_recovery(history, min(starts), own_bad, last))
     return Verdict("bad", "; ".join(parts) + end)
+
+
+def unmeasured_before(history: RunHistory, step: int) -> str:
+    """Say which steps right before a step were not measured: what is found there may have begun in them; or "".
+
+    Example:
+        " or in steps 71 to 135, which were not measured"
+    """
+    before = history.measured[1][history.measured[1] < step]
+    first = int(before[-1]) + 1 if len(before) else step
+    if first == step:
+        return ""
+    if first == step - 1:
+        return f" or {first}, which was not measured"
+    return f" or in steps {first} to {step - 1}, which were not measured"
 
 
 def fold(alerts: Iterable[RecordedAlert]) -> list[list[RecordedAlert]]:
@@ -100,7 +115,7 @@ def _first_of_the_accident(told: list[RecordedAlert]) -> RecordedAlert | None:
 def _first_nonfinite(history: RunHistory, told: list[RecordedAlert], own_bad: list[float]) -> int | None:
     """Return the first step with NaN or Inf in the gradients or in a scalar of the user, as far as the file shows."""
     exact = own_bad + [alert.step or 0 for alert in told if alert.title in _NONFINITE]
-    return min(map(round, exact or history.steps[nonfinite_rows(history)].tolist()), default=None)
+    return min(map(round, exact or history.samples.steps[_nonfinite_samples(history)].tolist()), default=None)
 
 
 def nonfinite_rows(history: RunHistory) -> np.ndarray:
@@ -113,25 +128,45 @@ def nonfinite_rows(history: RunHistory) -> np.ndarray:
     return np.asarray((nan + inf > 0) & (skipped == 0))
 
 
-def _recovered(history: RunHistory, start: int, own_bad: list[float]) -> int | None:
-    """Return the first row after the accident from which on all norms are finite and usual; None if there is none."""
-    norms = history.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)
-    before = norms[(history.steps < start) & np.isfinite(norms)]
+def _nonfinite_samples(history: RunHistory) -> np.ndarray:
+    """Return a mask of samples with NaN or Inf, in the rows of nonfinite_rows: [N]."""
+    row = np.searchsorted(history.steps, history.samples.steps)
+    return np.asarray((history.samples.num_bad > 0) & np.append(nonfinite_rows(history), True)[row])
+
+
+def _recovery(history: RunHistory, start: int, own_bad: list[float], last: int) -> str:
+    """Say at which measured step after the accident the norms are finite and usual again, up to the end of the run."""
+    steps, norms, _ = history.samples
+    before = norms[(steps < start) & np.isfinite(norms)]
     high = norms > (_STILL_HIGH * np.median(before) if len(before) else np.inf)
-    bad_steps = history.steps[nonfinite_rows(history) | high | np.isinf(norms)].tolist()
-    after = history.steps[history.steps > max([start, *bad_steps, *own_bad])]
-    return int(after[0]) if len(after) else None
+    bad_steps = steps[_nonfinite_samples(history) | high | np.isinf(norms)].tolist()
+    last_bad = max([start, *bad_steps, *own_bad])
+    after = steps[steps > last_bad]
+    if not len(after):
+        return f"not usual again by step {last}"
+    is_next = after[0] == steps[steps > start][0]
+    return f"usual again at {'the next measured step, ' if is_next else 'step '}{after[0]}"
 
 
-def _without_accident(history: RunHistory, told: list[RecordedAlert], last: int, end: str) -> Verdict:
+def _without_accident(history: RunHistory, told: list[RecordedAlert], end: str) -> Verdict:
     if warnings := [alert for alert in told if severity(alert) == 1]:
         others = len({alert.title for alert in warnings}) - 1
         more = f", and {others} more kind{'s' if others > 1 else ''} of warning" if others else ""
-        return Verdict("careful", f"Unusual from step {warnings[0].step}: {cause_of(warnings[0])}{more}{end}")
-    length = f"{last:,} step{'' if last == 1 else 's'}"
+        step = warnings[0].step or 0
+        where = f"{step}{unmeasured_before(history, step)}"
+        return Verdict("careful", f"Unusual from step {where}: {cause_of(warnings[0])}{more}{end}")
+    measured = measured_of(history)
     if end:
-        return Verdict("bad", f"Ended early: {length}, no warning from the gradients{end}")
-    remark = f"a remark at step {told[0].step} ({cause_of(told[0])})" if told else "nothing unusual"
+        return Verdict(
+            "bad", f"Ended early: no alert in {measured}{end}" if len(history.steps) else "Ended early" + end
+        )
     if not len(history.steps):
         return Verdict("careful", "No rows of gradients")
-    return Verdict("good", f"Healthy{'' if history.finished else ' so far'}: {length}, {remark}")
+    so_far = "" if history.finished else " so far"
+    remark = f" but a remark at step {told[0].step} ({cause_of(told[0])})" if told else ""
+    return Verdict("good", f"No alert{remark}{so_far} in {measured}")
+
+
+def measured_of(history: RunHistory) -> str:
+    """Say how many steps were measured, of how many: "212 of 400 steps measured"."""
+    return f"{history.num_measured:,} of {history.num_steps:,} step{'' if history.num_steps == 1 else 's'} measured"

@@ -1,7 +1,7 @@
 """One window as a row of the W&B history: plain numbers under the keys that users see, which become W&B's types later.
 
 History rows are mergeable: HistoryRow.of(a.merge(b)) equals HistoryRow.of(a).merge(HistoryRow.of(b)). The size of a row
-does not depend on the number of samples. A missing value has no key; it is never logged as NaN or 0.
+is bounded, whatever the number of samples. A missing value has no key; it is never logged as NaN or 0.
 """
 
 import itertools
@@ -44,6 +44,7 @@ _LOWER_EDGES_K: Final = np.arange(NUM_LOGGED_BINS + 1) - HALF_BINS - 0.5  # in b
 _FINITE_EDGES: Final = np.nan_to_num(histogram_edges())  # of the snapshot's bins
 
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
+MAX_LISTED_SAMPLES: Final = 512  # about 10 kB
 # Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
 _OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE)
 
@@ -94,10 +95,55 @@ class Rebinner:
 
 
 @dataclass(frozen=True)
+class ListedSamples:
+    """The steps of a row's samples and their norms, thinned to MAX_LISTED_SAMPLES.
+
+    Of the samples of each block of `width` steps, the one with the most NaN and Inf elements is listed; of equal ones,
+    the one with the largest norm. A missing norm is larger than any other.
+    """
+
+    samples: tuple[tuple[int, float, int], ...]  # step, norm (NaN: missing), number of NaN and Inf elements
+    width: int = 1  # a power of two
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> "ListedSamples":
+        num_bad_S = np.nansum(snapshot.num_nonfinite, axis=1) if snapshot.has_nonfinite.any() else snapshot.steps * 0
+        columns = (snapshot.steps, snapshot.total_grad_norm, num_bad_S.astype(np.int64))
+        return cls(tuple(zip(*(column.tolist() for column in columns), strict=True))).thinned()
+
+    def merge(self, later: "ListedSamples") -> "ListedSamples":
+        return ListedSamples(self.samples + later.samples, max(self.width, later.width)).thinned()
+
+    def thinned(self) -> "ListedSamples":
+        """Double the width until the samples are few enough."""
+        width = self.width
+        while len({step // width for step, *_ in self.samples}) > MAX_LISTED_SAMPLES:
+            width *= 2
+        if width == 1:
+            return self
+        blocks = itertools.groupby(self.samples, lambda sample: sample[0] // width)
+        return ListedSamples(tuple(max(block, key=_conspicuousness) for _, block in blocks), width)
+
+    def as_json(self) -> list[list[Number | None]]:
+        """The value of keys.SAMPLES."""
+        return [
+            [step, float(f"{norm:.6g}") if math.isfinite(norm) else None, *([num_bad] if num_bad else [])]
+            for step, norm, num_bad in self.samples
+        ]
+
+
+def _conspicuousness(sample: tuple[int, float, int]) -> tuple[int, float]:
+    _, norm, num_bad = sample
+    return num_bad, math.inf if math.isnan(norm) else norm
+
+
+@dataclass(frozen=True)
 class HistoryRow:
     """One history row before it is logged."""
 
+    first_sample: int  # step
     step: int  # step of the last sample
+    listed: ListedSamples
     last: dict[str, Number]  # the last value of each key; NaN if it is missing there, and no earlier one replaces it
     largest: dict[str, Number]  # maxima over the window
     summed: dict[str, Number]  # sums over the window
@@ -140,7 +186,9 @@ class HistoryRow:
         changed = int(np.count_nonzero(snapshot.changed))
         counted_PC = _counted_rows(snapshot)
         return cls(
+            first_sample=int(snapshot.steps[0]),
             step=int(snapshot.steps[-1]),
+            listed=ListedSamples.of(snapshot),
             last=last,
             largest=_present(largest),
             summed=summed,
@@ -159,6 +207,8 @@ class HistoryRow:
         largest = {key: max(value, self.largest.get(key, value)) for key, value in later.largest.items()}
         return replace(
             later,
+            first_sample=self.first_sample,
+            listed=self.listed.merge(later.listed),
             last=self.last | later.last,
             largest=self.largest | largest,
             summed=self.summed | {key: value + self.summed.get(key, 0) for key, value in later.summed.items()},
@@ -169,7 +219,8 @@ class HistoryRow:
 
     def scalars(self) -> dict[str, Number]:
         """All scalars of the row; the step and the model-wide scalars of the last sample come first."""
-        scalars: dict[str, Number] = {keys.STEP: self.step, **_present(self.last)}
+        held = {keys.STEP: self.step, keys.FIRST_SAMPLE: self.first_sample, keys.NUM_SAMPLES: self.samples["all"]}
+        scalars: dict[str, Number] = {**held, **_present(self.last)}
         if self.samples["known"]:
             scalars[keys.CLIP_RATIO] = self.samples["clipped"] / self.samples["known"]
         if self.samples["changed"]:
@@ -187,7 +238,8 @@ class HistoryRow:
         """The dictionaries to log: one, or several where W&B's size limit requires it, each with the step."""
         import wandb
 
-        values: dict[str, Any] = dict(self.scalars())
+        listed = {keys.in_namespace(keys.SAMPLES, self.namespace): self.listed.as_json()}
+        values: dict[str, Any] = self.scalars() | listed
         drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
         for key, picture in drawn.items():
             # The annotation demands arrays, which wandb.Histogram converts to lists; these are lists already.

@@ -13,6 +13,14 @@ PREFIX: Final = "gradwatch/"
 STEP: Final = "gradwatch/step"  # step of the row's last sample; the step metric (x axis) of every other key
 FLIGHT_RECORDER: Final = "gradwatch/flight_recorder"  # a table
 
+# What a row holds. Values of one sample are those of its last one; maxima, counts and ratios are about all of them.
+
+FIRST_SAMPLE: Final = "gradwatch/first_sample"  # step of the row's first sample
+NUM_SAMPLES: Final = "gradwatch/num_samples"
+# A list, which W&B stores but does not chart: [step, norm] of each sample, or [step, norm, NaN and Inf elements] where
+# there are any. The norm has six digits, or is null.
+SAMPLES: Final = "gradwatch/samples"
+
 # The whole model.
 
 GRAD_NORM: Final = "gradwatch/grad_norm"

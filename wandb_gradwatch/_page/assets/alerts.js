@@ -162,10 +162,11 @@ function findingOf({ finding }) {
   return element("dl", { class: "finding", "aria-label": "The first bad operation" }, finding.flatMap(([name, value]) => [element("dt", {}, name), element("dd", { class: name.toLowerCase() }, value)]));
 }
 
-// Return a twentieth of the run around a step, but at least a few flushes.
+// Zoom to the samples around a step, of which each can be seen.
 function zoomTo(step) {
-  const reach = Math.max((FULL_RANGE[1] - FULL_RANGE[0]) / 20, 4 * typicalSpacing(content.steps));
-  setRange(step - reach, step + reach);
+  const { steps } = run.measured;
+  const [low, high] = [-20, 20].map((reach) => steps[clamp(nearestIndex(steps, step) + reach, 0, steps.length - 1)]);
+  setRange(Math.min(low, step) - 0.5, Math.max(high, step) + 0.5);
   setStep(step, null);
   (document.getElementById("norm") ?? document.getElementById("layers"))?.scrollIntoView({ behavior: "smooth", block: "start" });
 }

@@ -31,10 +31,10 @@ function stripsCard() {
     const lines = strip.lines.map(({ xs, offset }) => [xs, Array.from(float32At(offset, xs.length))]);
     // The joined column is undefined if one run has no value at another's step; lines continue across it.
     const [xs, ...columns] = uPlot.join(lines);
-    const series = columns.map((values, index) => ({ label: content.runs[index].letter, values, colour: lineColour(index), width: 1.5, marksNonFinite: true }));
+    const series = columns.map((values, index) => ({ label: content.runs[index].letter, values, colour: lineColour(index), width: 1.5, marksNonFinite: true, joins: strip.role === "norm" ? isNext : undefined }));
     const host = element("div", { class: "chart" });
     picture.append(element("p", { class: "caption" }, strip.label), host);
-    queue(() => new LineChart(host, { label: strip.label, xs, series, log: strip.role === "norm" || columns.some(spansDecades), height: strip.role === "rate" ? 120 : 200 }));
+    queue(() => new LineChart(host, { label: strip.label, xs, series, measured: null, log: strip.role === "norm" || columns.some(spansDecades), height: strip.role === "rate" ? 120 : 200 }));
   }
   return node;
 }
@@ -42,7 +42,7 @@ function stripsCard() {
 // The ratio of two runs by layer and step, and the norms of one layer in both runs.
 class Pair extends Grid {
   constructor(description) {
-    super(description);
+    super(description, new Measured(description.measured));
     this.letters = [description.first, description.second];
     const long = `largest norm of the window in ${this.letters[1]} / in ${this.letters[0]}`;
     Object.assign(this.matrix().meaning, { long, colours: "diverging", centre: 1 });
@@ -61,7 +61,7 @@ class Pair extends Grid {
     const [name] = this.chosen;
     return this.letters.map((letter) => {
       const place = content.runs.findIndex((one) => one.letter === letter);
-      return { label: `${letter}  ${this.names[name]}`, values: this.matrices.get(letter).line(name), colour: lineColour(place), marksNonFinite: true };
+      return { label: `${letter}  ${this.names[name]}`, values: this.valuesOf(name, this.matrices.get(letter)), colour: lineColour(place), marksNonFinite: true };
     });
   }
 
@@ -69,7 +69,7 @@ class Pair extends Grid {
     new Heatmap(host, this, `Ratio of ${this.letters[1]} to ${this.letters[0]}: layers by steps. Arrow keys move, Enter shows the layer in both runs below.`);
     const chartHost = element("div", { class: "chart" });
     host.append(hint("Click a row to see the layer's norms in both runs."), chartHost);
-    const chart = new LineChart(chartHost, { label: "Largest norm of the window in both runs", xs: this.last, series: this.series(), log: true, height: 200 });
+    const chart = new LineChart(chartHost, { label: "Largest norm of the window in both runs", xs: this.xs, series: this.series(), measured: this.measured, log: true, height: 200 });
     on("grid", (changed) => changed === this && chart.setSeries(this.series()));
   }
 }

@@ -18,12 +18,45 @@ async function load(newContent, packedText) {
 }
 
 const float32At = (offset, count) => new Float32Array(arrays.slice(offset, offset + 4 * count).buffer);
+const float64At = (offset, count) => new Float64Array(arrays.slice(offset, offset + 8 * count).buffer);
+
+// What was measured: the samples, with the norm and the NaN and Inf elements of each, and the intervals of steps of which
+// every one was measured; nothing is drawn between two intervals.
+class Measured {
+  constructor({ count, steps, norms, bad, numIntervals, firsts, lasts }) {
+    this.steps = float64At(steps, count);
+    [this.norms, this.bad] = [norms, bad].map((offset) => float32At(offset, count));
+    [this.firsts, this.lasts] = [firsts, lasts].map((offset) => float64At(offset, numIntervals));
+  }
+
+  // The place of a sample by its step; undefined if the step is not listed.
+  placeOf(step) {
+    const place = lastAtMost(this.steps, step);
+    return this.steps[place] === step ? place : undefined;
+  }
+
+  // Call visit(from, to) for each part of an interval in which every step was measured.
+  eachWithin(from, to, visit) {
+    for (let place = Math.max(0, lastAtMost(this.firsts, from)); this.firsts[place] <= to; place++) {
+      if (this.lasts[place] >= from) visit(Math.max(from, this.firsts[place]), Math.min(to, this.lasts[place]));
+    }
+  }
+
+  // Call visit(from, to) for each gap in view: from half a step after a measured step to half a step before the next.
+  eachGap(visit) {
+    for (let place = lastAtMost(this.firsts, view.range[0]); place < this.firsts.length; place++) {
+      const [from, to] = [place < 0 ? view.range[0] : this.lasts[place] + 0.5, place + 1 < this.firsts.length ? this.firsts[place + 1] - 0.5 : view.range[1]];
+      if (from >= view.range[1]) return;
+      if (to > from) visit(from, to);
+    }
+  }
+}
 
 // The names x columns codes of one metric, and the meaning of a code.
 class Matrix {
   // meaning: {label, long, colours, format, centre}
-  constructor({ key, signed, start, step, offset }, numNames, numColumns, meaning) {
-    Object.assign(this, { key, start, step, numColumns, meaning });
+  constructor({ key, signed, ofWindow, start, step, offset }, numNames, numColumns, meaning) {
+    Object.assign(this, { key, ofWindow, start, step, numColumns, meaning });
     this.even = signed === true; // linear steps, for values of both signs; otherwise logarithmic steps
     const size = numNames * numColumns;
     const low = arrays.subarray(offset, offset + size);
@@ -46,6 +79,22 @@ class Matrix {
 
   line(name) {
     return Array.from({ length: this.numColumns }, (_, column) => this.at(name, column));
+  }
+
+  // The largest code that a sample can have: a layer's norm is at most the model's; NaN and Inf were only at samples that
+  // have any.
+  limitAt(measured, place) {
+    if (this.key === "num_nonfinite") return measured.bad[place] > 0 ? CODE_INFINITE : CODE_ZERO;
+    const norm = measured.norms[place];
+    if (this.key !== "grad_norm_max" || !content.isOneModel || !Number.isFinite(norm)) return CODE_INFINITE;
+    return CODE_FIRST + Math.ceil((Math.log10(norm) - this.start) / this.step);
+  }
+
+  // The code to show for a window's largest value at a sample with this limit: CODE_MISSING where it says too little,
+  // because the sample's value is below half of the largest.
+  within(code, limit) {
+    if (code <= limit || this.key === "num_nonfinite") return Math.min(code, limit);
+    return code - limit <= Math.log10(2) / this.step ? limit : CODE_MISSING;
   }
 }
 
@@ -72,9 +121,9 @@ const AT_FIRST = 5; // names that are chosen initially
 
 // A names x steps grid with one matrix per metric: the layers, a family of watch(metrics=...), or a pair of runs.
 class Grid {
-  constructor({ key, names, columns, pooled, metrics }) {
-    Object.assign(this, { key, names, pooled });
-    [this.first, this.last] = columns;
+  constructor({ key, names, columns, pooled, metrics }, measured = run.measured) {
+    Object.assign(this, { key, names, pooled, measured });
+    [this.first, this.last, this.isWhole] = columns;
     this.matrices = new Map(metrics.map((metric) => [metric.key, new Matrix(metric, names.length, this.last.length, meaningIn(key, metric.key))]));
     const before = viewOfAddress().grids?.[key] ?? {};
     this.isTouched = Array.isArray(before.chosen);
@@ -123,12 +172,33 @@ class Grid {
     return lineColour([...this.chosen].indexOf(name));
   }
 
+  // The steps of the lines: of all samples if the values are about windows, otherwise the columns' last.
+  get xs() {
+    return this.matrix().ofWindow ? this.measured.steps : this.last;
+  }
+
+  // Return a name's values at these steps: undefined where the run does not keep one.
+  valuesOf(name, matrix = this.matrix()) {
+    if (!matrix.ofWindow) return matrix.line(name).map((value, column) => (Number.isNaN(value) && !this.isWhole[column] ? undefined : value));
+    return Array.from(this.measured.steps, (step, place) => {
+      const column = this.columnOf(step);
+      const code = column < 0 ? CODE_MISSING : matrix.codes[name * matrix.numColumns + column];
+      return matrix.valueOf(matrix.within(code, matrix.limitAt(this.measured, place)));
+    });
+  }
+
+  // The column that holds a step; -1 if none does.
+  columnOf(step) {
+    const column = lastAtMost(this.first, step);
+    return step <= this.last[column] ? column : -1;
+  }
+
   // Return the lines of the chosen names.
   series() {
-    const matrix = this.matrix();
-    const lines = [...this.chosen].map((name) => ({ label: this.names[name], values: matrix.line(name), colour: this.colourOf(name), width: 1.5, format: matrix.meaning.format }));
-    if (this.key !== "update" || matrix.meaning.centre === undefined || !lines.length) return lines;
-    return [{ label: "usual", values: this.last.map(() => matrix.meaning.centre), colour: "muted", width: 1.25, dash: [4, 3] }, ...lines];
+    const { meaning } = this.matrix();
+    const lines = [...this.chosen].map((name) => ({ label: this.names[name], values: this.valuesOf(name), colour: this.colourOf(name), width: 1.5, format: meaning.format }));
+    if (this.key !== "update" || meaning.centre === undefined || !lines.length) return lines;
+    return [{ label: "usual", values: Array.from(this.xs, () => meaning.centre), colour: "muted", width: 1.25, dash: [4, 3], joins: () => true }, ...lines];
   }
 
   // Return indices of names, most conspicuous first: non-finite values, then the largest changes of the norm.
@@ -149,9 +219,10 @@ class Grid {
   }
 }
 
-const run = { grids: [], layers: null, own: [] }; // grids: the layers, then the families; own: the user's scalars
+const run = { measured: null, grids: [], layers: null, own: [] }; // grids: the layers, then the families; own: the user's scalars
 
 function unpackRun() {
+  run.measured = content.measured ? new Measured(content.measured) : null;
   run.grids = content.grids.map((description) => new Grid(description));
   run.layers = run.grids[0];
   run.own = content.own.items.map(({ key, role, axis, offset }) => {

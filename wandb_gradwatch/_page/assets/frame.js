@@ -5,8 +5,8 @@ class Frame extends Picture {
   // A subclass defines: layout(width) -> {height, left, side}, paint(pixels, width, height), labels(context, box),
   //        describe(step, y, height) -> text lines or null, nextRow(y, height, direction) -> y, onResetY(),
   //        onZoomY(top, bottom) in parts of the height; optionally onChoose(y, height) for a click or Enter,
-  //        bandAt(y, height), and drawSide(context, box, step) for the area at the right. It calls
-  //        setColumns(first, last) with the steps of its columns.
+  //        bandAt(y, height), and drawSide(context, box, step) for the area at the right. It sets `measured`; `last`, the
+  //        steps between which arrow keys move; and `steps`, those that the pointer finds.
   constructor(host, label) {
     super();
     this.label = label;
@@ -34,32 +34,22 @@ class Frame extends Picture {
     this.canvas.addEventListener("click", (event) => event.pointerType === "touch" && this.click(this.place(event)));
   }
 
-  setColumns(first, last) {
-    Object.assign(this, { first, last, typical: typicalSpacing(last) });
-  }
-
-  // Return the column that covers a step (the steps after the previous column's last); null in a gap of the run.
-  columnAt(step) {
-    const { first, last } = this;
-    const column = lastAtMost(last, step - 1e-9) + 1;
-    if (column >= last.length) return last.length && step <= last[last.length - 1] + 0.5 ? last.length - 1 : null;
-    return step >= Math.min(first[column], last[column] - this.typical) - 1e-9 ? column : null;
-  }
-
-  // Return for each horizontal pixel the columns that it covers: [from, to), empty in a gap.
-  columnSpans(width) {
-    const spans = { from: new Int32Array(width), to: new Int32Array(width) };
-    for (let x = 0; x < width; x++) {
-      const covered = [x, x + 1].map((edge) => this.columnAt(stepAcross(edge / width))).filter((column) => column !== null);
-      if (covered.length === 0) continue;
-      spans.from[x] = Math.min(...covered);
-      spans.to[x] = Math.max(...covered) + 1;
+  // Call visit(place, from, to) for each of these steps that is in view, with the pixels that it covers; `least`: their
+  // number at least, so that a single step can be seen.
+  eachStep(steps, width, least, visit) {
+    const [low, high] = view.range.map(placeOf);
+    const across = (step) => ((placeOf(step) - low) / (high - low)) * width;
+    for (let place = lastAtMost(steps, view.range[0] - 1) + 1; place < steps.length && steps[place] < view.range[1] + 1; place++) {
+      const [left, right] = [across(steps[place] - 0.5), across(steps[place] + 0.5)];
+      const more = Math.max(0, (least * devicePixelRatio - (right - left)) / 2);
+      visit(place, clamp(Math.round(left - more), 0, width), clamp(Math.round(right + more), 0, width));
     }
-    return spans;
   }
 
+  // Return the measured step under the pointer; null in a gap.
   stepNear(step) {
-    return this.last[this.columnAt(step)] ?? null;
+    const found = this.steps[nearestIndex(this.steps, step)];
+    return found !== undefined && (Math.abs(found - step) <= 0.5 || Math.abs(this.xOf(found) - this.xOf(step)) <= 4) ? found : null;
   }
 
   reset() {
@@ -89,6 +79,7 @@ class Frame extends Picture {
     const image = context.createImageData(Math.round(across), Math.round(down));
     this.paint(new Uint32Array(image.data.buffer), image.width, image.height);
     context.putImageData(image, Math.round(x), Math.round(y));
+    drawGaps(context, this.scaled(this.box), (step) => this.xOf(step) * ratio, this.measured);
     drawFlags(context, this.scaled(this.box), (step) => this.xOf(step) * ratio);
     context.scale(ratio, ratio);
     this.drawAxes(context);

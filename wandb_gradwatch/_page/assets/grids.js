@@ -61,7 +61,7 @@ function gridCard(grid, { more = [], hints, then = () => {} }) {
 }
 
 function layersCard() {
-  return gridCard(run.layers, { hints: ["Drag to zoom, double-click to reset. Click a row to add it to the lines below."] });
+  return gridCard(run.layers, { hints: ["Blank: measured, but the run keeps no value of the layer for the step. Drag to zoom, double-click to reset. Click a row to add it to the lines below."] });
 }
 
 // The lines of chosen layers, beside the tree of all layers.
@@ -110,14 +110,14 @@ function linesCard() {
   fill();
   title();
   queue(() => {
-    const chart = new LineChart(chartHost, { label: "Chosen layers", xs: grid.last, series: grid.series(), log: grid.isLogarithmic, height: 320 });
+    const chart = new LineChart(chartHost, { label: "Chosen layers", xs: grid.xs, series: grid.series(), log: grid.isLogarithmic, height: 320 });
     let filled = grid.metric; // the metric of the values in the tree
     nearness.observe(list);
     on("grid", (changed) => {
       if (changed !== grid) return;
       title();
       mark();
-      chart.setSeries(grid.series());
+      chart.setSeries(grid.series(), grid.xs);
       if (filled !== grid.metric) drawLater(list, fill);
       filled = grid.metric;
     });
@@ -140,11 +140,11 @@ function familyCard(grid) {
   const then = (picture) => {
     const host = element("div", { class: "chart" });
     picture.append(host);
-    const chart = new LineChart(host, { label: `Chosen ${WHAT[grid.key] ?? "parameter"}s`, xs: grid.last, series: grid.series(), log: grid.isLogarithmic, canLog: false });
+    const chart = new LineChart(host, { label: `Chosen ${WHAT[grid.key] ?? "parameter"}s`, xs: grid.xs, series: grid.series(), log: grid.isLogarithmic, canLog: false });
     on("grid", (changed) => {
       if (changed !== grid) return;
       chart.log = grid.isLogarithmic;
-      chart.setSeries(grid.series());
+      chart.setSeries(grid.series(), grid.xs);
     });
   };
   return gridCard(grid, { more: [clear], hints: ["Click a row to add its line, or to take it away."], then });

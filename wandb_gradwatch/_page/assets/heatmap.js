@@ -1,4 +1,4 @@
-// Names x steps: one row per name, one column per flush; the colour is the value.
+// Names x steps: one row per name; the colour is the value, at the measured steps that it is about.
 
 // Return a matrix of each name's values relative to the name's median; matrices of shares or counts stay unchanged.
 function changeOf(matrix) {
@@ -25,7 +25,7 @@ class Heatmap extends Frame {
     this.grid = grid;
     this.order = grid.names.map((_, name) => name);
     this.onResetY();
-    this.setColumns(grid.first, grid.last);
+    Object.assign(this, { measured: grid.measured, steps: grid.measured.steps, last: grid.last });
     on("grid", (changed) => changed === grid && this.outdate());
     this.begin(this.wrap);
   }
@@ -46,17 +46,11 @@ class Heatmap extends Frame {
     super.draw();
   }
 
-  // The codes to paint; in a cell with non-finite elements these determine the colour.
   prepare() {
     this.matrix = this.grid.matrix();
     this.painted = this.grid.painted();
-    const [painted, bad] = [this.painted, this.grid.bad()];
-    if (painted.shown === undefined) {
-      painted.shown = painted.codes.slice();
-      const marked = bad !== undefined && bad !== this.matrix ? bad.codes.length : 0;
-      for (let cell = 0; cell < marked; cell++) if (bad.codes[cell] > CODE_ZERO) painted.shown[cell] = CODE_INFINITE;
-      painted.scale = colourScale(painted);
-    }
+    const { painted } = this;
+    painted.scale ??= colourScale(painted);
     this.palette = paletteOf(painted, painted.scale);
     drawScale(this.legend, painted.scale);
   }
@@ -67,24 +61,52 @@ class Heatmap extends Frame {
     return { height, left: Math.round(Math.min(longest * 6.7 + 14, width * 0.3, 230)), side: 0 };
   }
 
+  // For each pixel across: the columns [from, to) of which it shows samples, the largest code of these samples, and
+  // whether they have NaN or Inf.
+  samplesAcross(width) {
+    const { grid, matrix, measured } = this;
+    const [from, to, limit, isBad] = [new Int32Array(width).fill(this.last.length), new Int32Array(width), new Float64Array(width).fill(-Infinity), new Uint8Array(width)];
+    this.eachStep(grid.xs, width, 5, (index, left, right) => {
+      const step = grid.xs[index];
+      const [column, place] = matrix.ofWindow ? [grid.columnOf(step), index] : [index, measured.placeOf(step)];
+      if (column < 0) return;
+      const largest = place === undefined || !matrix.ofWindow ? CODE_INFINITE : matrix.limitAt(measured, place);
+      for (let x = left; x < right; x++) {
+        from[x] = Math.min(from[x], column);
+        to[x] = Math.max(to[x], column + 1);
+        limit[x] = Math.max(limit[x], largest);
+        isBad[x] |= measured.bad[place] > 0;
+      }
+    });
+    return { from, to, limit, isBad };
+  }
+
   paint(pixels, width, height) {
-    const spans = this.columnSpans(width);
-    const codes = this.painted.shown;
+    const { from: begin, to: end, limit, isBad } = this.samplesAcross(width);
+    const { matrix } = this;
+    const { codes } = this.painted;
     const [top, bottom] = this.visible;
     const columns = this.grid.last.length;
+    const bad = this.grid.bad() === matrix ? null : this.grid.bad()?.codes;
     for (let y = 0; y < height; y++) {
       const from = top + Math.floor((y * (bottom - top)) / height);
       const to = Math.max(from + 1, top + Math.floor(((y + 1) * (bottom - top)) / height));
       for (let x = 0; x < width; x++) {
-        let winner = CODE_MISSING; // the largest code wins: codes are ordered by importance
+        let winner = -1; // the largest code wins: codes are ordered by importance; nothing is painted without one
         for (let row = from; row < to; row++) {
           const base = this.order[row] * columns;
-          for (let column = spans.from[x]; column < spans.to[x]; column++) {
-            const code = codes[base + column];
-            if (code > winner) winner = code;
+          for (let column = begin[x]; column < end[x]; column++) {
+            const cell = base + column;
+            if (isBad[x] && bad?.[cell] > CODE_ZERO) winner = CODE_INFINITE;
+            else {
+              const raw = matrix.codes[cell];
+              const shown = matrix.within(raw, limit[x]);
+              if (shown > CODE_MISSING) winner = Math.max(winner, shown > CODE_ZERO ? codes[cell] + shown - raw : shown);
+              else if (raw === CODE_MISSING && this.grid.isWhole[column]) winner = Math.max(winner, CODE_MISSING);
+            }
           }
         }
-        pixels[y * width + x] = this.palette[winner];
+        if (winner >= 0) pixels[y * width + x] = this.palette[winner];
       }
     }
   }
@@ -127,14 +149,21 @@ class Heatmap extends Frame {
   describe(step, y, height) {
     if (this.order.length === 0) return null;
     const name = this.order[this.rowAt(y, height)];
-    const column = lastAtMost(this.last, step);
-    const first = this.first[column];
-    const span = first === this.last[column] ? stepText(step) : `steps ${first.toLocaleString("en-US")}–${stepText(step).slice(5)}`;
-    const value = this.matrix.at(name, column);
-    const text = Number.isNaN(value) ? "missing" : this.matrix.meaning.format(value);
-    const lines = [this.grid.names[name], span, this.matrix.meaning.long + ": " + text];
-    if (this.painted !== this.matrix && value > 0) lines.push(`${formatNumber(this.painted.at(name, column))} times the layer's usual`);
-    const bad = this.grid.bad()?.at(name, column) ?? NaN;
+    const { grid, matrix, measured } = this;
+    const column = grid.columnOf(step);
+    const [first, last] = [grid.first[column] ?? step, grid.last[column] ?? step];
+    if (!matrix.ofWindow && (step !== last || column < 0)) return [grid.names[name], stepText(step), `measured; of its row the ${matrix.meaning.long} is kept for step ${last.toLocaleString("en-US")}`];
+    const place = measured.placeOf(step);
+    const isWindow = matrix.ofWindow && first < last;
+    const count = lastAtMost(measured.steps, last) - lastAtMost(measured.steps, first - 1);
+    const span = isWindow ? `${stepText(step)} of steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}, ${count.toLocaleString("en-US")} measured` : stepText(step);
+    const value = matrix.at(name, column);
+    const text = Number.isNaN(value) ? (grid.isWhole[column] ? "missing" : "not kept") : matrix.meaning.format(value);
+    const lines = [grid.names[name], span, matrix.meaning.long + ": " + text];
+    const limit = isWindow && place !== undefined ? matrix.limitAt(measured, place) : CODE_INFINITE;
+    if (matrix.codes[name * matrix.numColumns + column] > limit) lines.push(`at this step at most ${matrix.meaning.format(matrix.valueOf(limit))}`);
+    else if (this.painted !== matrix && value > 0) lines.push(`${formatNumber(this.painted.at(name, column))} times the layer's usual`);
+    const bad = place !== undefined && measured.bad[place] > 0 ? (grid.bad()?.at(name, column) ?? NaN) : NaN;
     if (bad > 0 && this.matrix.key !== "num_nonfinite") lines.push(formatNumber(Math.round(bad)) + " NaN or Inf elements; the value is of the finite rest");
     return lines;
   }
@@ -216,7 +245,7 @@ function paletteOf(matrix, scale) {
 const swatchEntry = (swatch, text) => element("span", { class: "legend-entry" }, swatch, text);
 
 // The colour bar with its axis, and the meaning of the colours outside it: [class, text].
-function drawScale(host, scale, outside = [["missing", "missing"], ...(scale.linear ? [] : [["zero", "zero"]]), ["nonfinite", "NaN or Inf"]]) {
+function drawScale(host, scale, outside = [["hatched", "not measured"], ["missing", "missing"], ...(scale.linear ? [] : [["zero", "zero"]]), ["nonfinite", "NaN or Inf"]]) {
   const anchors = gradient(scale.colours);
   const bar = element("div", { class: "bar" });
   const stops = Array.from({ length: 13 }, (_, index) => `rgb(${colourAt(anchors, index / 12).join(",")})`);

@@ -2,14 +2,17 @@
 
 const CHART_FONT = '11px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 // uPlot draws an axis only if it finds the distance of its ticks in a list.
+const isNext = (from, to) => to - from === 1; // otherwise, what lies between is not known
 const ALL_SIZES = Array.from({ length: 620 }, (_, index) => Number(`1e${index - 311}`));
 
 class LineChart extends Picture {
-  // series: {label, values, colour, width, dash, kind: "line" | "bars" | "steps", format}; colours are names in the style
-  // sheet. fillTo fills the area up to the series with this label.
-  constructor(host, { label, xs, series, log = false, canLog = true, height = 260, format = formatNumber, tick = formatTick, limits = null }) {
+  // series: {label, values, colour, width, dash, kind: "line" | "bars" | "tops", format, joins}; colours are names in the
+  // style sheet. Bars, and their tops, stand at the measured steps from starts[index] to xs[index]. fillTo fills the area
+  // up to the series with this label. joins(from, to) tells whether a line connects the values of two steps.
+  // measured: what lies between its steps is hatched; null: every value stands for itself, and lines connect them.
+  constructor(host, { label, xs, series, starts = xs, measured = run.measured, log = false, canLog = true, height = 260, format = formatNumber, tick = formatTick, limits = null }) {
     super();
-    Object.assign(this, { label, xs, log, height, format, tick, limits });
+    Object.assign(this, { label, xs, starts, measured, log, height, format, tick, limits });
     const plot = element("div", { class: "plot", tabindex: 0, role: "group", "aria-label": label + ", over steps" });
     this.legend = element("div", { class: "legend" });
     const setLog = (value) => {
@@ -35,7 +38,8 @@ class LineChart extends Picture {
     return this.plot.ctx.canvas;
   }
 
-  setSeries(series) {
+  setSeries(series, xs = this.xs) {
+    this.xs = xs;
     this.take(series);
     this.outdate("series");
   }
@@ -45,9 +49,27 @@ class LineChart extends Picture {
     this.top = this.log ? usefulTop(series) : Infinity;
     // A bar of height zero would be drawn as a dash on the axis.
     this.data = [this.xs, ...series.map((one) => drawable(one.values, this.log || one.kind === "bars"))];
+    this.parts = series.map((one, index) => this.partsOf(this.data[index + 1], one.joins ?? (this.measured ? isNext : () => true)));
     const isEmpty = this.data.slice(1).every((values) => values.every((value) => value === null));
     this.empty.hidden = !(this.log && series.length && isEmpty);
     this.buildLegend();
+  }
+
+  // Return the gaps of a line, as [from, to] steps, and the places of values that no line reaches.
+  partsOf(values, joins) {
+    const [gaps, alone] = [[], []];
+    let [before, isJoined] = [-1, true]; // the previous value, and whether it is joined to the one before it
+    for (let place = 0; place <= values.length; place++) {
+      if (values[place] === undefined && place < values.length) continue;
+      const joined = place < values.length && values[place] !== null && before >= 0 && values[before] !== null && joins(this.xs[before], this.xs[place]);
+      if (before >= 0 && !joined) {
+        if (!isJoined && values[before] !== null) alone.push(before);
+        if (gaps.length && gaps.at(-1)[1] === this.xs[before]) gaps.at(-1)[1] = this.xs[place] ?? Infinity;
+        else gaps.push([this.xs[before], this.xs[place] ?? Infinity]);
+      }
+      [before, isJoined] = [place, joined];
+    }
+    return { gaps, alone };
   }
 
   // uPlot can change its range and width; any other change needs a new uPlot.
@@ -98,18 +120,42 @@ class LineChart extends Picture {
           values: (plot, ticks) => ticks.map(this.tick),
         },
       ],
-      series: [{}, ...this.series.map((one) => this.plotSeries(one))],
+      series: [{}, ...this.series.map((one, index) => this.plotSeries(one, this.parts[index]))],
       bands: this.series.flatMap((one, index) => {
         const other = this.series.findIndex(({ label }) => label === one.fillTo);
         return other < 0 ? [] : [{ series: [index + 1, other + 1], fill: colour(one.colour) + "38" }];
       }),
       hooks: {
-        drawAxes: [(plot) => this.drawNonFinite(plot)],
+        drawAxes: [(plot) => drawGaps(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true), this.measured), (plot) => this.drawBars(plot), (plot) => this.drawNonFinite(plot)],
         draw: [(plot) => this.drawBeyond(plot), (plot) => drawFlags(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true))],
         setCursor: [(plot) => this.onCursor(plot)],
         setSelect: [(plot) => this.onSelect(plot)],
       },
     };
+  }
+
+  drawBars(plot) {
+    const { ctx: context, bbox: box } = plot;
+    const position = (value, axis) => plot.valToPos(value, axis, true);
+    const [width, thick] = [2 * devicePixelRatio, 2 * devicePixelRatio];
+    context.save();
+    context.beginPath();
+    context.rect(box.left, box.top, box.width, box.height);
+    context.clip();
+    this.series.forEach((one, index) => {
+      context.fillStyle = colour(one.colour);
+      if (one.kind !== "bars" && one.kind !== "tops") return;
+      this.data[index + 1].forEach((value, place) => {
+        if (value === null || value === undefined || this.xs[place] < view.range[0] || this.starts[place] > view.range[1]) return;
+        const top = position(value, "y");
+        this.measured.eachWithin(this.starts[place], this.xs[place], (from, to) => {
+          const [left, right] = [position(from - 0.5, "x"), position(to + 0.5, "x")];
+          const more = Math.max(0, (width - (right - left)) / 2);
+          context.fillRect(left - more, top, right - left + 2 * more, one.kind === "tops" ? thick : box.top + box.height - top);
+        });
+      });
+    });
+    context.restore();
   }
 
   // Mark logged values that were NaN or infinite: a band as wide as the row, opaque at the bottom.
@@ -151,11 +197,13 @@ class LineChart extends Picture {
     }
   }
 
-  plotSeries(one) {
-    const [stroke, isBars] = [colour(one.colour), one.kind === "bars"];
-    const paths = isBars ? uPlot.paths.bars({ size: [0.7, 18, 2], align: -1 }) : one.kind === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined;
-    const points = isBars ? { show: false } : { size: 4, fill: stroke };
-    return { label: one.label, stroke, fill: isBars ? stroke : undefined, width: one.width ?? 1.75, dash: one.dash, paths, points };
+  plotSeries(one, { gaps, alone }) {
+    const stroke = colour(one.colour);
+    if (one.kind !== undefined) return { label: one.label, stroke, paths: () => null, points: { show: false } };
+    const inView = () => gaps.filter(([from, to]) => to > view.range[0] && from < view.range[1]);
+    const positions = (plot) => inView().map((ends) => ends.map((step) => clamp(plot.valToPos(step, "x", true), plot.bbox.left - 1e4, plot.bbox.left + plot.bbox.width + 1e4)));
+    const points = { size: one.size ?? 5, fill: stroke, filter: (plot, series, show) => (show || !alone.length ? null : alone) };
+    return { label: one.label, stroke, width: one.width ?? 1.75, dash: one.dash, gaps: positions, points };
   }
 
   yRange(low, high) {

@@ -11,6 +11,8 @@ function globalSeries(key, label, place, more = {}) {
   return values === undefined ? [] : [{ label, values, colour: lineColour(place), ...more }];
 }
 
+const has = (key) => content.globals["gradwatch/" + key] !== undefined;
+
 function header() {
   const { run: about } = content;
   const facts = [
@@ -19,6 +21,7 @@ function header() {
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
     about.span && stepRange(...about.span),
     run.layers.names.length ? plural(run.layers.names.length, "layer") : null,
+    hasRows() ? `${content.numMeasured.toLocaleString("en-US")} of ${plural(content.numSteps, "step")} measured` : null,
     plural(about.numFlushes, "flush", "flushes"),
   ].filter(Boolean);
   return element(
@@ -62,7 +65,6 @@ function tiles() {
   const last = (key) => known(key).at(-1) ?? null;
   const sum = (key) => known(key).reduce((total, value) => total + value, 0);
   const mean = (key) => (known(key).length ? sum(key) / known(key).length : null);
-  const has = (key) => content.globals["gradwatch/" + key] !== undefined;
   const worst = content.alerts.some((alert) => alert.level === "ERROR") ? "bad" : content.alerts.length ? "careful" : "good";
   const told = content.alerts.flatMap((alert) => alert.times.map((time) => ({ title: alert.title, ...time })));
   const first = told.filter((time) => time.step !== null).sort((a, b) => a.step - b.step)[0];
@@ -73,14 +75,19 @@ function tiles() {
   return element(
     "section",
     { class: "tiles", "aria-label": "At a glance" },
-    tile("Alerts", String(told.length), first ? `first: ${first.title}, step ${first.step.toLocaleString("en-US")}` : "no rule found anything", worst),
+    tile("Alerts", String(content.alerts.length), first ? `first: ${first.title}, step ${first.step.toLocaleString("en-US")}` : "in the steps measured", worst),
     has("grad_norm") ? tile("Gradient norm", formatNumber(norm), ofWhat) : null,
     has("clip_ratio") ? tile("Clipped", formatShare(mean("clip_ratio")), "of the steps, on average") : null,
     has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
     has("loss_scale") ? tile("Skipped", formatNumber(sum("num_skipped_steps")), "steps skipped by the loss scaler") : null,
     sum("num_guarded_steps") > 0 ? tile("Withheld", formatNumber(sum("num_guarded_steps")), "steps not applied by the guard", "careful") : null,
-    has("overhead_ratio") ? tile("Overhead", formatShare(last("overhead_ratio")), "of the time since watch()") : null,
+    has("overhead_ratio") ? tile("Overhead", formatShare(last("overhead_ratio")), overheadNote(last("overhead_ratio"))) : null,
   );
+}
+
+function overheadNote(share) {
+  const { seconds } = content.run;
+  return "of the time since watch()" + (seconds === null ? "" : `: about ${formatDuration(Number((share * seconds).toPrecision(2)))}`);
 }
 
 function tile(label, value, note, mood = "") {
@@ -98,7 +105,7 @@ function chartCard(key, parts, options = {}) {
     }
     const host = element("div", { class: "chart" });
     picture.append(part.caption ? element("p", { class: "caption" }, part.title) : "", host);
-    queue(() => new LineChart(host, { label: part.title ?? content.words[key].title, xs: content.steps, ...part }));
+    queue(() => new LineChart(host, { label: part.title ?? content.words[key].title, xs: content.steps, starts: content.starts, ...part }));
   }
   return node;
 }
@@ -109,17 +116,16 @@ const SMALL = { caption: true, canLog: false, height: 110 };
 const SHARE_OF_STEPS = { ...SHARE, ...SMALL, limits: [0, 1.05] };
 
 function normCard() {
-  const norms = [
-    // The span of each window, from the newest sample's norm to the largest.
-    ...globalSeries("grad_norm_max", "largest of the window", 1, { width: 1.25, dash: [4, 3], fillTo: "before clipping" }),
-    ...globalSeries("grad_norm", "before clipping", 0, { width: 2 }),
-    ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
-  ];
+  // The norm of every sample; the norm that the optimizer received is kept for the last sample of each row.
+  const received = content.globals["gradwatch/grad_norm_clipped"];
+  const [xs, ...lines] = uPlot.join([[run.measured.steps, run.measured.norms], [content.steps, received ?? content.steps]].map((line) => line.map((values) => Array.from(values))));
+  const norms = has("grad_norm") || has("grad_norm_max") ? [{ label: "before clipping", values: lines[0], colour: lineColour(0), width: 2 }] : [];
+  if (received) norms.push({ label: "received by the optimizer", values: lines[1], colour: lineColour(2), size: 3 });
   // A loss that the user logs is drawn above, at every row that has it.
   const loss = run.own.some((one) => one.role === "loss") ? [] : globalSeries("loss", "loss", 0);
   return chartCard("norm", [
     { title: "Loss", caption: true, height: 130, log: loss.some((one) => spansDecades(one.values)), series: loss },
-    { log: true, height: 300, series: norms },
+    { log: true, height: 300, xs, series: norms },
     ...totalParts(),
     { ...SHARE_OF_STEPS, title: "Steps whose gradient something else than clipping changed after the backward", series: globalSeries("changed_ratio", "steps changed", 4, { kind: "bars" }) },
     { ...SHARE_OF_STEPS, title: "Clip ratio", none: "No step was clipped.", series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars" }) },
@@ -128,8 +134,8 @@ function normCard() {
 
 // One line per model, or per optimizer if several step in turn.
 function totalParts() {
-  const of = (key) => content.totals.flatMap((name, index) => globalSeries(`${key}/${name}`, name, index));
-  const parts = [{ title: "Largest norm of the window, each by itself", series: of("grad_norm_total_max") }, { title: "Norm before clipping, each by itself", series: of("grad_norm_total") }];
+  const of = (key, more) => content.totals.flatMap((name, index) => globalSeries(`${key}/${name}`, name, index, more));
+  const parts = [{ title: "Largest norm of the window, each by itself", series: of("grad_norm_total_max", { kind: "tops" }) }, { title: "Norm before clipping, each by itself", series: of("grad_norm_total") }];
   return content.totals.length > 1 ? parts.map((part) => ({ ...part, caption: true, log: true, height: 200 })) : [];
 }
 
@@ -147,11 +153,11 @@ function precisionCard() {
 }
 
 function smallCards() {
-  const has = (key) => (content.globals["gradwatch/" + key] ?? []).some((value) => value > 0);
+  const isAbove0 = (key) => (content.globals["gradwatch/" + key] ?? []).some((value) => value > 0);
   const bars = (key, label, place) => globalSeries(key, label, place, { kind: "bars" });
-  const scale = globalSeries("loss_scale", "loss scale", 2, { kind: "steps" });
+  const scale = globalSeries("loss_scale", "loss scale", 2);
   const skipped = { ...SMALL, caption: false, title: "Skipped steps", none: "No step was skipped.", series: scale.length ? bars("num_skipped_steps", "skipped steps", 3) : [] };
-  const withheld = { ...skipped, title: "Withheld steps", none: null, series: has("num_guarded_steps") ? bars("num_guarded_steps", "withheld by the guard", 1) : [] };
+  const withheld = { ...skipped, title: "Withheld steps", none: null, series: isAbove0("num_guarded_steps") ? bars("num_guarded_steps", "withheld by the guard", 1) : [] };
   const sizes = [
     ...globalSeries("grad_abs_max", "largest", 1, { width: 1.25, dash: [4, 3] }),
     ...globalSeries("grad_abs_p99", "99th percentile", 5, { width: 1, fillTo: "1st percentile" }),
@@ -161,10 +167,10 @@ function smallCards() {
   const cards = {
     quantiles: [{ log: true, series: sizes }],
     dead: [{ ...SHARE, series: globalSeries("dead_ratio", "of all elements", 0) }],
-    nonfinite: [{ none: "No element was NaN or Inf.", canLog: false, series: [...bars("num_nan", "NaN", 3), ...bars("num_inf", "Inf", 1)] }],
+    nonfinite: [{ none: "No element was NaN or Inf.", canLog: false, xs: run.measured.steps, starts: run.measured.steps, series: has("num_nan") || has("num_inf") ? [{ label: "NaN and Inf", values: run.measured.bad, colour: lineColour(3), kind: "bars" }] : [] }],
     scale: [{ log: true, height: 170, series: scale }, skipped, withheld],
     spread: [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }],
-    overhead: [{ ...SHARE, series: globalSeries("overhead_ratio", "share of the time since watch()", 4) }, { ...SMALL, title: "Steps from one measured to the next", series: globalSeries("sample_every", "sample_every", 5, { kind: "steps" }) }],
+    overhead: [{ ...SHARE, series: globalSeries("overhead_ratio", "share of the time since watch()", 4) }, { ...SMALL, title: "Steps from one measured to the next", series: globalSeries("sample_every", "sample_every", 5) }],
   };
   return Object.entries(cards).map(([key, parts]) => chartCard(key, parts, { isWide: false }));
 }
@@ -178,7 +184,7 @@ function ownCard() {
   if (first.length === 0) first.push(run.own[0]);
   const draw = (one, host) => {
     const colour = lineColour(one.role === "rate" ? 2 : 0);
-    const chart = new LineChart(host, { label: one.key, xs: one.xs, series: [{ label: one.key, values: one.values, colour, marksNonFinite: true }], log: spansDecades(one.values), height: one.role === "rate" ? 120 : 230 });
+    const chart = new LineChart(host, { label: one.key, xs: one.xs, measured: null, series: [{ label: one.key, values: one.values, colour, marksNonFinite: true }], log: spansDecades(one.values), height: one.role === "rate" ? 120 : 230 });
     const bad = one.values.filter((value) => !Number.isFinite(value)).length;
     if (bad) chart.legend.after(element("p", { class: "hint" }, swatch(null, "block nonfinite"), ` NaN or Inf at ${plural(bad, "point")}`));
   };

@@ -29,6 +29,26 @@ function drawStale(wanted = near) {
   }
 }
 
+// Hatch the gaps between measured steps. `box` is in device pixels; points at both ends stay free.
+function drawGaps(context, box, positionOf, measured) {
+  const [size, free] = [Math.round(7 * devicePixelRatio), 3 * devicePixelRatio];
+  const tile = element("canvas", { width: size, height: size });
+  const line = tile.getContext("2d");
+  Object.assign(line, { strokeStyle: colour("hatch"), lineWidth: devicePixelRatio });
+  for (const shift of [-size, 0, size]) {
+    line.moveTo(shift, size);
+    line.lineTo(shift + size, 0);
+  }
+  line.stroke();
+  context.save();
+  context.fillStyle = context.createPattern(tile, "repeat");
+  measured?.eachGap((from, to) => {
+    const [left, right] = [Math.max(positionOf(from) + free, box.left), Math.min(positionOf(to) - free, box.left + box.width)];
+    if (right - left > 1) context.fillRect(left, box.top, right - left, box.height);
+  });
+  context.restore();
+}
+
 const pictures = new Map(); // by node
 
 // Paper is narrower than the window: before printing, all pictures are redrawn for the paper, and afterwards for the window.

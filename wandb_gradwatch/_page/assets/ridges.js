@@ -23,7 +23,7 @@ class HistogramPicture extends Frame {
     Object.assign(this, { item, signed });
     this.data = histogramOf(item, this.source.bins);
     const { low, high } = this.data;
-    this.setColumns(this.data.steps, this.data.steps);
+    Object.assign(this, { measured: run.measured, steps: this.data.steps, last: this.data.steps });
     this.reach = Array.from(low, (one, column) => Math.max(Math.abs(one), Math.abs(high[column])));
     // The size below which a column does not distinguish sizes: the limit of the bin around zero.
     this.finest = Array.from(low, (one, column) => {
@@ -85,9 +85,19 @@ class HistogramPicture extends Frame {
     return { height: 320, left: AXIS_WIDTH, side: width < 600 ? 70 : 130 };
   }
 
-  // Return the shares of the elements in `rows` equal parts of the axis, from the top.
+  // Return the shares of the elements in `rows` equal parts of the axis, from the top. The elements were counted in two
+  // bins per octave, in each of which the shares are even.
   profile(column, rows, signs) {
     const [bottom, top] = this.limits;
+    if (!this.signed) {
+      return Array.from({ length: rows }, (_, row) => {
+        const octaves = (top - ((row + 0.5) / rows) * (top - bottom)) * Math.log2(10);
+        const [whole, half] = [Math.floor(octaves), Math.log2(1.5)];
+        const [low, high] = octaves - whole < half ? [whole, whole + half] : [whole + half, whole + 1];
+        const [from, to] = [low, high].map((edge) => edge * Math.log10(2));
+        return ((this.below(column, to, signs) - this.below(column, from, signs)) * (top - bottom)) / (rows * (to - from));
+      });
+    }
     const edges = Array.from({ length: rows + 1 }, (_, row) => this.below(column, top - (row / rows) * (top - bottom), signs));
     return edges.slice(0, -1).map((edge, row) => Math.max(0, edge - edges[row + 1]));
   }
@@ -108,22 +118,17 @@ class HistogramPicture extends Frame {
     const anchors = gradient("density");
     const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
     const empty = packHex(colour("missing"));
-    pixels.fill(empty);
-    const spans = this.columnSpans(width);
-    let [painted, rows, resolved] = [-1, [], 0];
-    for (let x = 0; x < width; x++) {
-      if (spans.to[x] <= spans.from[x]) continue;
-      const column = spans.to[x] - 1;
-      if (column !== painted) {
-        const shares = this.profile(column, height);
-        resolved = this.firstUnresolved(column, height);
-        // Relative to the fullest row of the same column: bins are wider, and hold more, when the gradient is larger.
-        const most = shares.slice(0, resolved).reduce((largest, share) => Math.max(largest, share), 0) || 1;
-        rows = shares.map((share) => shades[Math.min(255, Math.round(255 * Math.sqrt(share / most)))]);
-        painted = column;
+    this.eachStep(this.last, width, 8, (column, left, right) => {
+      if (left === right) return;
+      const shares = this.profile(column, height);
+      const resolved = this.firstUnresolved(column, height);
+      // Relative to the fullest row of the same column: bins are wider, and hold more, when the gradient is larger.
+      const most = shares.slice(0, resolved).reduce((largest, share) => Math.max(largest, share), 0) || 1;
+      for (let y = 0; y < height; y++) {
+        const shade = y < resolved ? shades[Math.min(255, Math.round(255 * Math.sqrt(shares[y] / most)))] : empty;
+        pixels.fill(shade, y * width + left, y * width + right);
       }
-      for (let y = 0; y < resolved; y++) pixels[y * width + x] = rows[y];
-    }
+    });
   }
 
   labels(context, box) {
@@ -145,7 +150,9 @@ class HistogramPicture extends Frame {
       context.beginPath();
       let before = false;
       this.percentiles[index].forEach((value, column) => {
-        if (value > 0) context[before ? "lineTo" : "moveTo"](this.xOf(this.last[column]), this.yOf(Math.log10(value), box));
+        const [x, y, isJoined] = [this.xOf(this.last[column]), this.yOf(Math.log10(value), box), this.last[column] - this.last[column - 1] === 1];
+        if (value > 0) context[before && isJoined ? "lineTo" : "moveTo"](x, y);
+        if (value > 0 && !isJoined) context.moveTo(x - 5, y), context.lineTo(x + 5, y), context.moveTo(x, y);
         before = value > 0;
       });
       // A line that is visible on any colour: the text colour, surrounded by the card's colour.

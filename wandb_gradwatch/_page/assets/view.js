@@ -1,19 +1,13 @@
 // The state that all pictures share: the range of steps, the step under the pointer, and the horizontal axis.
 
-// Like every row, the first one represents the steps up to it; its width is the usual width of a row.
+// From the first step to the last of the gradients and of the user's scalars; a step is as wide as 1.
 function fullRange() {
-  const lastStep = Math.max(1, ...[content.steps, ...content.own.axes].map((steps) => steps[steps.length - 1] ?? 1));
-  if (content.steps.length < 2) return [lastStep - 1, lastStep + 1];
-  return [Math.max(Math.min(0, content.steps[0] - 1), content.steps[0] - typicalSpacing(content.steps)), lastStep];
+  const all = [run.measured?.steps ?? content.steps, content.steps, ...content.own.axes].filter((steps) => steps.length);
+  if (all.length === 0) return [0.5, 1.5];
+  return [Math.min(...all.map((steps) => steps[0])) - 0.5, Math.max(...all.map((steps) => steps[steps.length - 1])) + 0.5];
 }
 
-// Return the median distance of neighbours.
-function typicalSpacing(steps) {
-  const spaces = steps.slice(1).map((step, index) => step - steps[index]).sort((a, b) => a - b);
-  return spaces.length ? spaces[spaces.length >> 1] : 1;
-}
-
-let FULL_RANGE = fullRange();
+let FULL_RANGE = [0, 1];
 
 // All positions are kept in optimizer steps, and drawn at their position on the horizontal axis.
 const STEP_AXIS = { label: "optimizer step", isTime: false, steps: [0, 1], values: [0, 1] };

@@ -1,0 +1,104 @@
+"""The columns of a layers x steps picture: what each value is about, so that it is drawn where it was measured.
+
+A row's maxima and counts are about all its samples, its other values about the last one. The flight recorder's steps
+have columns of their own, which divide those of the rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import FloatArray, IntArray
+from ..snapshot import keys
+from .history import RecordedTable, RunHistory
+from .packing import pool, pool_steps
+
+# R rows of the run, W pooled rows, C columns of the picture, P names
+
+_ROUNDING: Final = 1e-5  # relative; logged numbers may be rounded
+OF_WINDOW: Final = frozenset({keys.LAYER_GRAD_NORM_MAX, keys.LAYER_NUM_NONFINITE})
+# By metric: the columns of the flight recorder's table whose sum it is.
+_RECORDED: Final = {
+    keys.LAYER_GRAD_NORM_MAX: ("grad_norm",),
+    keys.LAYER_NUM_NONFINITE: ("num_nan", "num_inf"),
+    **{name: (name,) for name in ("grad_norm", "grad_norm_clipped", "grad_abs_max", "param_norm", "dead_ratio")},
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Disjoint intervals of steps, ascending."""
+
+    first: IntArray  # [C]
+    last: IntArray  # [C]
+    row_of: IntArray  # [C] the pooled row that the interval belongs to; -1: only the flight recorder has it
+    recorded: npt.NDArray[np.bool_]  # [C] whether the interval is a step of the flight recorder
+    is_whole: npt.NDArray[np.bool_]  # [C] whether it is the row's window, undivided
+    ends_row: npt.NDArray[np.bool_]  # [C] whether it has the row's last step
+
+
+def window_starts(history: RunHistory, width: int) -> IntArray:
+    """The first step of each pooled row: [W]; no row begins before the previous one ends."""
+    first = np.fmin(history.first_of(keys.FIRST_SAMPLE), history.steps)
+    first = np.maximum(first, np.append(-np.inf, history.steps[:-1] + 1.0))
+    return np.asarray(first.astype(np.int64)[::width])
+
+
+def columns_of(history: RunHistory, width: int, recorded: Sequence[int] = ()) -> Columns:
+    """Divide the windows of the pooled rows at the steps that the flight recorder holds."""
+    begins, ends = window_starts(history, width), pool_steps(history.steps, width)[1]
+    single = np.array(recorded if len(ends) else (), dtype=np.int64)
+    first = np.unique(np.concatenate([begins, single, single + 1]))
+    row = np.searchsorted(ends, first)
+    is_recorded = np.isin(first, single)
+    in_row = (row < len(ends)) & (begins[np.minimum(row, len(ends) - 1)] <= first)
+    kept = in_row | is_recorded
+    first, row, is_recorded, in_row = first[kept], row[kept], is_recorded[kept], in_row[kept]
+    row = np.where(in_row, row, -1)
+    last = np.where(in_row, ends[row], first)
+    last = np.where(is_recorded, first, np.minimum(last, np.append(first[1:] - 1, last[-1:])))
+    ends_row = in_row & (last == ends[row])
+    is_whole = ends_row & (first == begins[row]) & ~is_recorded
+    return Columns(first, last, row, is_recorded, is_whole, ends_row)
+
+
+def recorded_values(table: RecordedTable, steps: Sequence[int]) -> Mapping[str, Mapping[str, FloatArray]]:
+    """The flight recorder's values by name as in keys, then by metric: one for each of `steps`; NaN if missing."""
+    place_of = {step: place for place, step in enumerate(steps)}
+    column_of = {name: place for place, name in enumerate(table.columns)}
+    found: dict[str, dict[str, FloatArray]] = {}
+    known = {metric: parts for metric, parts in _RECORDED.items() if all(part in column_of for part in parts)}
+    for row in table.rows if {"step", "name"} <= column_of.keys() else ():
+        if len(row) < len(table.columns) or row[column_of["step"]] not in place_of:
+            continue
+        of_name = found.setdefault(keys.in_key(str(row[column_of["name"]])), {})
+        for metric, parts in known.items():
+            values = of_name.setdefault(metric, np.full(len(steps), np.nan))
+            values[place_of[row[column_of["step"]]]] = sum(_number(row[column_of[part]]) for part in parts)
+    return found
+
+
+def spread(metric: str, values_R: FloatArray, columns: Columns, width: int, recorded: FloatArray | None) -> FloatArray:
+    """One name's values of a metric in each column: [C]; NaN where the run holds none.
+
+    The rest of a window that the flight recorder divides has the window's value only if the recorder has it not.
+    """
+    rows = np.append(pool(values_R, width, metric), np.nan)
+    if metric not in OF_WINDOW:
+        values = np.where(columns.ends_row, rows[columns.row_of], np.nan)
+    elif recorded is None:
+        values = rows[columns.row_of]
+    else:
+        seen = np.full(len(rows), -np.inf)
+        np.fmax.at(seen, columns.row_of[columns.recorded], recorded)
+        values = np.where(seen < rows * (1 - _ROUNDING), rows, np.nan)[columns.row_of]
+    if recorded is not None:
+        values[columns.recorded] = recorded
+    return np.asarray(values)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else np.nan
