@@ -14,7 +14,7 @@ import numpy as np
 
 from .._diagnosis import CAUSES
 from .._page.history import RecordedAlert, RunHistory, natural_order
-from .._page.packing import Blob, pool, pool_extremes, pool_steps, pool_width
+from .._page.packing import Blob, pool, pool_extremes, pool_width
 from .._page.page import WORDS, render_content, write_html
 from .._page.payload import MAX_POINTS, build_payload
 from .._page.read import read_run
@@ -279,11 +279,9 @@ def _panel(panel: Any, history: RunHistory, blob: Blob) -> dict[str, Any]:
 
 
 def _line(key: str, history: RunHistory, blob: Blob) -> dict[str, Any]:
-    """A line of a panel: its steps and values, at every row of the user's or at ours."""
-    if key in history.own:
-        series = history.own[key]
-        steps, values = pool_extremes(series.steps, series.values, MAX_POINTS)
-    else:
-        width = pool_width(len(history.steps), MAX_POINTS)
-        steps, values = pool_steps(history.steps, width)[1], pool(history.values[key], width, key)
-    return {"label": key, "count": len(steps), "steps": blob.add_steps(steps), "values": blob.add_floats(values)}
+    """A line of a panel: at the steps of our rows, or of the user's."""
+    if key not in history.own:
+        values = pool(history.values[key], pool_width(len(history.steps), MAX_POINTS), key)
+        return {"label": key, "count": len(values), "steps": None, "values": blob.add_floats(values)}
+    steps, values = pool_extremes(history.own[key].steps, history.own[key].values, MAX_POINTS)
+    return {"label": key, "count": len(values), "steps": blob.add_steps(steps), "values": blob.add_floats(values)}

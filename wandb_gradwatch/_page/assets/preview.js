@@ -27,7 +27,8 @@ function previewPanel({ text, title, keys, log, limits, left, isOwn, lines }) {
   const host = element("div", { class: "chart" });
   node.append(host);
   const [low, high] = limits;
-  const [xs, ...values] = uPlot.join(lines.map((line) => [float64At(line.steps, line.count), float32At(line.values, line.count)].map((one) => Array.from(one))));
+  const stepsOf = ({ steps, count }) => (steps === null ? content.steps : float64At(steps, count));
+  const [xs, ...values] = uPlot.join(lines.map((line) => [stepsOf(line), float32At(line.values, line.count)].map((one) => Array.from(one))));
   const series = lines.map(({ label }, index) => ({ label, values: values[index], colour: lineColour(index), width: 1.5 }));
   queue(() => new LineChart(host, { label: title, xs, measured: isOwn ? null : run.measured, series, log, limits: low === null || high === null ? null : [low, high], height: 190 }));
   if (left) node.append(hint(`and ${plural(left, "more line")}`));
