@@ -5,8 +5,13 @@
 VENV ?= .venv
 PYTHON ?=
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.stamp-installed
+DEMO := $(VENV)/.stamp-demo
+DEVELOPMENT := $(VENV)/.stamp-development
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Everything is installed in the version that constraints.txt names.
+INSTALL := $(PIP) install -c constraints.txt
+INSTALL_FAILED = { echo "Installing failed: pip's message is above. Without a network, point PIP_INDEX_URL or \
+PIP_FIND_LINKS to a copy." >&2; exit 1; }
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint bench gpu docs constraints clean
@@ -14,30 +19,30 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP) ## train a small GPT, break it, see the alert (no W&B account needed)
+demo: $(DEMO) ## train a small GPT, break it, see the alert (no W&B account needed)
 	@$(BIN)/wandb-gradwatch demo
 
-test: $(STAMP) ## run the tests, except those that take minutes
+test: $(DEVELOPMENT) ## run the tests, except those that take minutes
 	@$(BIN)/python -m pytest -n auto --dist loadfile
 
-test-all: $(STAMP) ## run all tests
+test-all: $(DEVELOPMENT) ## run all tests
 	@$(BIN)/python -m pytest -n auto --dist loadfile -m ""
 
-lint: $(STAMP) ## style, formatting and types
+lint: $(DEVELOPMENT) ## style, formatting and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## measure the cost of watching and of other monitors (20 minutes); write it to README.md and docs/
+bench: $(DEVELOPMENT) ## measure the cost of watching and of other monitors (20 minutes); write it to README.md and docs/
 	@$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks.table
 
-gpu: $(STAMP) ## on a machine with a GPU: run all tests and benchmarks that need one (10 minutes); write docs/gpu.md
+gpu: $(DEVELOPMENT) ## on a machine with a GPU: run all tests and benchmarks that need one (10 minutes); write docs/gpu.md
 	@$(BIN)/python -m benchmarks.gpu_day; status=$$?; $(BIN)/python -m benchmarks.gpu_day --page; exit $$status
 
-docs: $(STAMP) ## build the documentation site in build/docs: the pages of docs/ and the API
+docs: $(DEVELOPMENT) ## build the documentation site in build/docs: the pages of docs/ and the API
 	@$(BIN)/python -m mkdocs build --quiet && echo "build/docs/index.html"
 
-constraints: $(STAMP) ## pin the newest versions in constraints.txt, except torch
+constraints: $(DEVELOPMENT) ## pin the newest versions in constraints.txt, except torch
 	@torch=$$(grep '^torch==' constraints.txt) && \
 	$(PIP) install --upgrade --upgrade-strategy eager -r requirements-dev.txt "$$torch" && \
 	{ grep '^#' constraints.txt; \
@@ -49,8 +54,10 @@ clean: ## remove .venv and all generated files
 	@rm -rf $(VENV) build dist demo-run .pytest_cache .hypothesis .mypy_cache .ruff_cache wandb
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp file avoids reinstalling until one of its prerequisites changes.
-$(STAMP): requirements-dev.txt constraints.txt pyproject.toml
+# A stamp file avoids reinstalling until one of its prerequisites changes.
+
+# The package and what it needs, with the extra `fast`: enough for the demo.
+$(DEMO): constraints.txt pyproject.toml
 	@set -e; \
 	suits='import sys; sys.exit(sys.version_info < (3, 11))'; \
 	if ! $(BIN)/python -c "$$suits" 2>/dev/null; then \
@@ -66,11 +73,16 @@ $(STAMP): requirements-dev.txt constraints.txt pyproject.toml
 	    rm -rf $(VENV); \
 	    echo "$$found cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; \
 	  fi; \
-	fi; \
-	help="Installing failed: pip's message is above. Without a network, point PIP_INDEX_URL or PIP_FIND_LINKS to a copy."; \
-	echo "Installing PyTorch (the first time takes a minute or two)"; \
-	$(PIP) install -c constraints.txt torch || { echo "$$help" >&2; exit 1; }; \
-	echo "Installing W&B and the tools"; \
-	$(PIP) install -c constraints.txt -r requirements-dev.txt || { echo "$$help" >&2; exit 1; }; \
-	$(PIP) install --no-deps --no-build-isolation -e . || { echo "$$help" >&2; exit 1; }; \
-	touch $@
+	fi
+	@echo "Installing PyTorch, W&B, NumPy, click and numba (the first time takes a minute or two)"
+	@$(INSTALL) torch || $(INSTALL_FAILED)
+	@# An isolated build would install the build backend again, without constraints.txt.
+	@$(INSTALL) hatchling editables || $(INSTALL_FAILED)
+	@$(INSTALL) --no-build-isolation -e '.[fast]' || $(INSTALL_FAILED)
+	@touch $@
+
+# In addition the frameworks, and the tools for tests, lint, documentation and builds.
+$(DEVELOPMENT): $(DEMO) requirements-dev.txt
+	@echo "Installing the frameworks and tools for the tests (the first time takes a minute or two)"
+	@$(INSTALL) -r requirements-dev.txt || $(INSTALL_FAILED)
+	@touch $@

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, Watcher
-from wandb_gradwatch.metrics import MonitorMixin
+from wandb_gradwatch.metrics import MonitorMixin, log_tensor
 from wandb_gradwatch.metrics._metric import rules_of
 
 
@@ -87,3 +87,8 @@ class SelfAttention(MonitorMixin, nn.Module):
         self.log_attention(q, k, v, is_causal=True, attn_mask=self.mask)
         self.log_tensor("gate", q * 2, dims={1: "head"})
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+def note_gate(module: nn.Module, value: Tensor) -> None:
+    """Log a tensor for a module whose own file does not name `log_tensor`."""
+    log_tensor(module, "gate", value)

@@ -88,7 +88,7 @@ def ddp(rank: int, world: int, *, steps: int):
     model = build()
     metrics = probes(model)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    watcher, sink = watch(wrapped, metrics)
+    watcher, sink = watch(wrapped, metrics, histogram_every=1)
     train_ranks(wrapped, rank, steps)
     return report(watcher, sink, said)
 
@@ -109,7 +109,7 @@ def fsdp2(rank: int, world: int, *, steps: int, watch_first: bool = False, mesh:
 def parameter_histograms(rank: int, world: int, *, steps: int, mesh: list[int]):
     """Train with parameter histograms; return those of every window, and the whole parameters after the last update."""
     model = shard(build(), mesh)
-    watcher, sink = watch(model, [], log="all")
+    watcher, sink = watch(model, [], log="all", histogram_every=1)
     train_ranks(model, rank, steps)
     watcher.remove()
     whole = {name: parameter.full_tensor().detach().numpy() for name, parameter in model.named_parameters()}
@@ -248,7 +248,7 @@ def spectrum(rank: int, world: int, *, mesh: Sequence[int] = (), cut: int = 0, f
     elif mesh:
         device_mesh = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("replicate", "shard")[-len(mesh) :])
         fully_shard(model, mesh=device_mesh, shard_placement_fn=lambda _: Shard(cut))
-    watcher, sink = watch(model, [Spectrum(of=("parameter", "gradient", "update"))])
+    watcher, sink = watch(model, [Spectrum(of=("parameter", "gradient", "update"))], histogram_every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.5)
     for _ in range(SPECTRUM_STEPS):
         optimizer.zero_grad()
@@ -304,7 +304,7 @@ def side_by_side(
     compared = Ranks(checksum_every=2)
     looks, lateness = itertools.count(), [0.0]
     compared._clock = lambda: lateness[0] + next(looks) / 1000
-    watcher, sink = watch(wrapped, [compared, NoiseScale()], log_every=4, log="all")
+    watcher, sink = watch(wrapped, [compared, NoiseScale()], log_every=4, histogram_every=4, log="all")
     if not is_watched:
         watcher.remove()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)

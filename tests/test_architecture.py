@@ -18,13 +18,14 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 # The rooms that each room may import. A room is a file or folder directly in the package; "" is its __init__.py.
 MAY_IMPORT: dict[str, set[str]] = {
+    "_arguments": set(),
     "_output": set(),
     "_interruptions": set(),
     "_measure": {"_interruptions"},
     "_runtime": {"_interruptions"},
     "_nonfinite": {"_runtime", "_analysis"},
     "_transfer": {"_measure", "snapshot"},
-    "_guard": {"_nonfinite", "_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
+    "_guard": {"_arguments", "_nonfinite", "_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
     "_capture": {"_interruptions", "_nonfinite", "_measure", "_transfer", "_runtime", "_guard", "snapshot"},
     "snapshot": {"_measure"},
     "_analysis": {"_measure", "snapshot"},
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_diagnosis",
         "sinks",
     },
-    "metrics": {"_interruptions", "_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
+    "metrics": {"_arguments", "_interruptions", "_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
     "_config": {"_capture", "rules", "sinks"},
 }
 _BELOW_WATCHER = set(MAY_IMPORT) - {"_page", "_report", "metrics"}
@@ -61,7 +62,7 @@ MAY_IMPORT["__main__"] = {"_cli"}
 
 WITHOUT_TORCH = (
     "snapshot", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_output",
-    "_interruptions",
+    "_arguments", "_interruptions",
 )  # fmt: skip
 WITHOUT_TORCH_FILES = (
     f"{PACKAGE}._measure.columns",

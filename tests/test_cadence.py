@@ -20,30 +20,24 @@ from wandb_gradwatch._capture.schedule import RankPlans, Schedule
 
 
 @pytest.mark.parametrize(
-    ("every", "log_every", "histogram_every", "expected"),
+    ("options", "expected"),
     [
-        (1, 4, None, [4, 8, 12]),
-        (3, 4, None, [3, 6, 12]),  # 9 is not the last sample before the flush at 12
-        (1, 4, 0, []),
-        (1, 4, 6, [6, 12]),
-        (4, 4, 6, [8, 12]),  # rounded up to the next sample
+        # Rows at 4, 8, ... The last sample of the first row and of the tenth one after it has a histogram.
+        ({}, [4, 44]),
+        ({"sample_every": 3}, [3, 42]),  # the rows hold the samples 3; 6; 9 and 12; ...; the eleventh row holds 42
+        ({"histogram_every": 0}, []),
+        ({"histogram_every": 20}, [20, 40]),
+        ({"histogram_every": 18, "sample_every": 4}, [20, 36]),  # at the next sample
     ],
 )
-def test_histograms(every, log_every, histogram_every, expected):
-    cadence = Cadence(every, log_every, histogram_every)
-    found = [
-        number
-        for number in range(every, 13, every)
-        if cadence.histogram_due(
-            number, last=number - every, is_first=False, is_last=number + every > cadence.next_flush(number)
-        )
-    ]
-    assert found == expected
-
-
-def test_the_first_sample_of_a_window_has_a_histogram_by_default_only():
-    assert Cadence().histogram_due(1, last=0, is_first=True, is_last=False)
-    assert not Cadence(histogram_every=10).histogram_due(1, last=0, is_first=True, is_last=False)
+def test_rows_with_histograms(options, expected):
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, **{"log_every": 4} | options)
+    for _ in range(47):
+        step(model, optimizer, a=[1])
+    watcher.remove()
+    assert [at for snapshot in sink.snapshots for at in snapshot.histogram_steps] == expected
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1, 1.5, True, "1%"])
@@ -61,186 +55,175 @@ def test_a_plan_never_comes_early_and_keeps_to_round_steps():
     # 39 steps after 40 is 79; the largest round number up to a quarter of 39 is 5, whose next multiple is 80.
     assert Plan(every=39).next_sample(40) == 80
     assert Plan(every=1).next_sample(40) == 41
-    assert Plan(every=999).next_sample(40) == 1040  # the next multiple of 200 would be more than 1,000 steps away
     assert Plan(every=3001).next_sample(40) == 3500
 
 
 STEP = 0.1  # seconds of a step without the monitor
+SHARE = 0.01
+NEARLY = 1 + 1e-9
 
 
 @dataclass
 class Simulated:
-    """A simulated training under a budget: its sampled steps, and the time that monitoring has taken."""
+    """A training on a simulated clock: its sampled steps and rows, and the time that monitoring has taken."""
 
     cost: Callable[[int], float]  # seconds of a sample, by step
     row: float = 0.0  # seconds of a row
-    log_every: int = 50
     step_seconds: Callable[[int], float] = lambda _: STEP
     counting: float = 0.0  # seconds of each step that is not sampled
     once: dict[int, float] = field(default_factory=dict)  # additional seconds, by the number of the sample, from 0
-    budget: Budget = field(default_factory=lambda: Budget(0.01))
+    before: float = 0.0  # seconds from the start of the program to watch()
+    cadence: Cadence = field(default_factory=lambda: Cadence(None))
     trained: float = 0.0
     spent: float = 0.0
     sampled: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    largest_excess: float = -math.inf  # seconds beyond one percent and a second, at any sample from the third on
 
     def run(self, steps: int, unusual: Collection[int] = ()) -> Simulated:
-        self.budget.start(0, 0.0, 0.0)
-        due, plan, in_window, on_rows, on_counting = 1, Plan(), 0, 0.0, 0.0
+        clock = SampleClock()
+        schedule = Schedule(clock, self.cadence, Budget(SHARE))
+        schedule.start(0.0, 0.0, before=self.before)
         for number in range(1, steps + 1):
             self.trained += self.step_seconds(number)
-            if number >= due:
+            is_sampled = schedule.is_sampled
+            if is_sampled:
                 self.spent += self.cost(number) + self.once.get(len(self.sampled), 0.0)
                 self.sampled.append(number)
-                if number in unusual:
-                    self.budget.look_closely()
-                now = self.trained + self.spent
-                plan = self.budget.after_sample(number, now, self.spent, on_rows=on_rows, on_counting=on_counting)
-                due, in_window, on_rows, on_counting = plan.next_sample(number), in_window + 1, 0.0, 0.0
+                schedule.add_sample(number, skipped=False, now=self.trained + self.spent, seconds_spent=self.spent)
+                if len(self.sampled) > 2:
+                    self.largest_excess = max(self.largest_excess, self.spent - SHARE * self.trained - 1.0)
             else:
                 self.spent += self.counting
-                on_counting += self.counting
-            if number % self.log_every == 0 and in_window >= plan.samples_per_row:
+                schedule.seconds_on_counting += self.counting
+            clock.step = number
+            if schedule.window_is_full(number):
                 self.spent += self.row
                 self.rows.append(number)
-                in_window, on_rows = 0, self.row
+                schedule.seconds_on_rows += self.row
+                schedule.begin_window()
+            schedule.open()
+            if is_sampled and number in unusual:
+                schedule.look_closely()
         return self
+
+    @property
+    def promised(self) -> float:
+        """The seconds that monitoring may have taken: a share of the training's time, and the seconds at the start."""
+        return SHARE * self.trained + min(1.0, (self.trained + self.before) / 10)
 
     @property
     def intervals(self) -> list[int]:
         """The numbers of steps between consecutive samples."""
         return [later - earlier for earlier, later in pairwise(self.sampled)]
 
-    @property
-    def share(self) -> float:
-        return self.spent / self.trained
+
+COSTS = [0.001, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]  # of a sample, in units of a step's time
 
 
-COSTS = [0.001, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]  # in units of a step's time
-LIMIT = 0.01 * (1 + 1e-9)
-
-
-# A row that costs the time of 200 steps would use all the credit of 20,000 steps.
-@pytest.mark.parametrize(("cost", "row"), [(c, 0.0) for c in COSTS] + [(c, 2.0) for c in COSTS if c < 100])
-def test_at_most_one_percent_and_all_of_it_where_there_is_something_to_measure(cost, row):
-    seen = Simulated(lambda _: cost * STEP, row=cost * row * STEP).run(20_000)
+@pytest.mark.parametrize("step_seconds", [0.0003, 0.003, 0.1])
+@pytest.mark.parametrize("cost", COSTS)
+def test_one_percent_and_a_second_and_all_of_it_where_there_is_something_to_measure(cost, step_seconds):
+    seen = Simulated(lambda _: cost * step_seconds, step_seconds=lambda _: step_seconds).run(30_000)
     assert seen.sampled[0] == 1  # the first step is always sampled
-    # 20,000 steps earn the time of 200 steps. At the end one sample with its row may be missing or be too many. If a
-    # sample costs less than 1 % of a step, even sampling every step cannot cost more.
-    last = cost * (1 + row) / 20_000
-    assert seen.share <= LIMIT + last * (cost > 10)
-    assert seen.share >= min(0.008, 0.01 - last, cost)
+    # Two samples show what a sample costs: 20 s, if one takes 100 steps of 0.1 s.
+    assert seen.largest_excess <= max(2 * cost * step_seconds - 1.0, 1e-9)
+    assert seen.spent <= seen.promised * NEARLY
+    # A quarter may be kept back for a burst, and the interval is rounded up by a quarter at most. Where every step is
+    # sampled, no more can be taken.
+    assert seen.spent >= min(0.75 * seen.promised - 1.25 * cost * step_seconds, 30_000 * cost * step_seconds) / NEARLY
+
+
+@pytest.mark.parametrize("row", [0.5, 4.0, 30.0])
+@pytest.mark.parametrize("cost", [0.1, 1.0, 10.0])
+def test_rows_have_a_price_of_their_own_and_take_at_most_half(cost, row):
+    seen = Simulated(lambda _: cost * STEP, row=cost * row * STEP).run(30_000)
+    assert seen.rows[0] == 50
+    assert all(number % 50 == 0 for number in seen.rows)
+    # Nothing is known of the price of the first row. After it, no row and no sample exceeds what is promised.
+    assert seen.spent <= (SHARE * seen.trained + 1.0) * NEARLY + cost * row * STEP
+    assert (len(seen.rows) - 1) * cost * row * STEP <= seen.promised / 2 * NEARLY
+    # A row needs a sample, and comes at a multiple of 50 steps.
+    assert len(seen.rows) >= min(30_000 // 50, 0.4 * seen.promised / (cost * row * STEP) - 1, len(seen.sampled) / 2)
+
+
+def test_a_short_training_of_cheap_steps_is_measured_nearly_whole():
+    # A minute of steps of 10 ms, samples of 0.8 ms and rows of 3.4 ms: 6,000 samples and 120 rows take 5.2 s, of which
+    # 1.6 s are promised. Ten seconds, in which a tenth of the time may be taken, are measured whole.
+    seen = Simulated(lambda _: 0.0008, row=0.0034, step_seconds=lambda _: 0.01, before=2.0).run(6_000)
+    assert seen.sampled[:900] == list(range(1, 901))
+    assert len(seen.sampled) >= 1_000
+
+
+def test_a_script_of_four_hundred_steps_of_a_millisecond():
+    # Samples of 0.8 ms, after a first one of 30 ms; rows of 4 ms; two seconds of imports and wandb.init() before.
+    seen = Simulated(
+        lambda _: 0.0008, row=0.004, step_seconds=lambda _: 0.001, before=2.0, once={0: 0.03}, cadence=Cadence(None)
+    ).run(400)
+    assert len(seen.sampled) >= 40
+    assert max(seen.intervals) <= 25
+    assert len(seen.rows) >= 6
 
 
 @pytest.mark.parametrize("after", COSTS)
 @pytest.mark.parametrize("before", COSTS)
 def test_a_cost_that_changes_in_mid_run(before, after):
     seen = Simulated(lambda number: (before if number <= 10_000 else after) * STEP).run(20_000)
-    assert seen.share <= LIMIT + after / 20_000 * (after > 30)
-    # Below 1 % every step is sampled, and credit is left over. Above three steps the credit or the debt of a sample may
-    # remain at the end.
-    if min(before, after) >= 0.01 and max(before, after) <= 3:
-        assert seen.share >= 0.008
+    # A new cost is known after two samples, and may be exceeded by these.
+    assert seen.spent <= (SHARE * seen.trained + 1.0) * NEARLY + 2 * after * STEP
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_has_happened_the_next_sample_comes_as_soon_as_it_is_earned_twice(seed):
+def test_after_a_slow_write_samples_go_on_at_a_third_of_the_rate(seed):
     # One-time costs, such as a compilation, a page, an alert or a slow disk: up to the time of 10,000 steps.
     chance = random.Random(seed)
     once = {number: STEP * 10 ** chance.uniform(0, 4) for number in chance.sample(range(0, 60, 3), 4)} | {0: 500 * STEP}
-    begins = [0, *sorted(chance.randrange(20_000) for _ in range(3))]
-    costs = [10 ** chance.uniform(-2, 0.69) for _ in begins]  # up to the time of 5 steps
-    seen = Simulated(
-        lambda n: STEP * next(c for b, c in zip(begins[::-1], costs[::-1], strict=True) if n >= b), once=once
-    )
-    seen.run(40_000)
-    assert max(seen.intervals) <= 1000  # so a persistent NaN is found within 1,000 steps
-    # For a sample of one step's time 100 steps earn it once, and 200 twice. A fifth is lost by rounding the interval. A
-    # new cost is known after three samples.
-    settled = [interval for interval, at in zip(seen.intervals, seen.sampled, strict=False) if at > begins[-1] + 5_000]
-    dear = [number in once for number in range(len(seen.sampled))][-len(settled) - 1 : -1]
-    assert all(i <= max(2 * 100 * costs[-1] * 1.25, 2) for i, is_dear in zip(settled, dear, strict=True) if not is_dear)
-
-
-def test_what_takes_long_once_is_paid_back_with_half_of_what_is_earned():
-    # The first sample costs 1,500 steps' time. Of the 200 that 20,000 steps earn, half pays for samples of one step.
-    seen = Simulated(lambda _: STEP, once={0: 1500 * STEP}).run(20_000)
-    assert 80 <= len(seen.sampled) <= 2 + 100
+    cost = 10 ** chance.uniform(-2, 0.69)  # up to the time of 5 steps
+    seen = Simulated(lambda _: STEP * cost, once=once).run(40_000)
+    # 300 steps earn three steps' time; a quarter is lost by rounding.
+    assert max(seen.intervals) <= max(3 * 100 * cost * 1.25, 2)
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
 def test_steps_that_become_slower_or_faster(factor):
     seen = Simulated(lambda _: 0.3 * STEP, step_seconds=lambda n: STEP * (factor if n > 10_000 else 1)).run(20_000)
-    assert 0.008 <= seen.share <= LIMIT
-
-
-@pytest.mark.parametrize(("cost", "expected"), [(0.001, 10), (1.0, 10), (10.0, 5), (100.0, 2)])
-def test_the_first_steps_are_sampled_as_long_as_that_is_paid_back(cost, expected):
-    # A debt of 50 steps' time is allowed: five samples of 10. The second sample is always taken.
-    assert Simulated(lambda _: cost * STEP).run(10).sampled == list(range(1, expected + 1))
-
-
-def test_after_the_first_steps_the_debt_is_paid_back_while_samples_go_on():
-    # Ten samples of one step's time: a debt of what 1,000 steps earn. Half of the credit pays for more samples: 5 or 4.
-    sampled = Simulated(lambda _: STEP).run(2_000).sampled[10:]
-    assert len([number for number in sampled if number <= 1_000]) >= 4
+    assert 0.74 * seen.promised <= seen.spent <= seen.promised * NEARLY + 0.3 * STEP
 
 
 def test_something_unusual_is_looked_at_step_by_step():
-    # Of 200 steps' time in 20,000 steps a tenth is saved: 20 samples of one step's time, or 32 of half a step.
-    for cost, expected in ((1.0, 18), (0.5, Budget.BURST)):
-        first = Simulated(lambda _, cost=cost: cost * STEP).run(20_000)
-        at = first.sampled[-1]
-        seen = Simulated(lambda _, cost=cost: cost * STEP).run(at + 100, unusual=(at,))
-        burst = [number for number in seen.sampled if at < number <= at + Budget.BURST]
-        assert burst[:expected] == list(range(at + 1, at + 1 + expected))
-        assert len(seen.sampled) - len(first.sampled) <= Budget.BURST + 1
-        assert seen.share <= 0.0101
+    # 30,000 steps of 0.1 s promise 31 s. A burst of samples of one step's time takes 3.2 s, which were kept back.
+    first = Simulated(lambda _: STEP).run(30_000)
+    at = first.sampled[-1]
+    seen = Simulated(lambda _: STEP).run(at + 100, unusual=(at,))
+    # The next step has begun when the sample is found to be unusual.
+    assert [number for number in seen.sampled if number > at][: Budget.BURST] == list(
+        range(at + 2, at + 2 + Budget.BURST)
+    )
+    assert seen.largest_excess <= 1e-9
 
 
 def test_what_is_unusual_at_every_sample_costs_no_more_than_what_is_not():
     # Like a persistent NaN: every sample starts a burst.
-    clock = SampleClock()
-    schedule = Schedule(clock, Cadence(None), Budget(0.01))
-    schedule.start(0.0, 0.0)
-    sampled: list[int] = []
-    for number in range(1, 20_001):
-        is_sampled = schedule.is_sampled
-        if is_sampled:
-            sampled.append(number)
-            spent = len(sampled) * STEP
-            schedule.add_sample(number, skipped=False, now=number * STEP + spent, seconds_spent=spent)
-        clock.step = number
-        schedule.open()
-        if is_sampled:
-            schedule.look_closely()
-    assert 160 <= len(sampled) <= 200  # each costs the time of one step
+    seen = Simulated(lambda _: STEP).run(20_000, unusual=range(20_000))
+    assert seen.largest_excess <= 1e-9
 
 
-def test_a_row_waits_for_samples_that_cost_twice_as_much():
-    # A row costs as much as seven samples, and holds about twice as many.
-    seen = Simulated(lambda _: STEP, row=7 * STEP, log_every=1).run(20_000)
-    settled = [len([number for number in steps if number > 5_000]) for steps in (seen.sampled, seen.rows)]
-    assert 11 <= settled[0] / settled[1] <= 17
-
-
-@pytest.mark.parametrize(("counting", "share", "least"), [(0.003, 0.01, 120), (0.005, 0.01, 80), (0.02, 0.0235, 50)])
-def test_what_counting_steps_takes_is_part_of_the_budget_and_no_cost_of_a_sample(counting, share, least):
-    # Samples of one step's time: 0.7 % of 20,000 steps are 140 samples, 0.5 % are 100; rounding and savings take some.
-    # If counting costs more than the whole budget, half of one percent is left for samples, which come when it has
-    # earned twice their cost: after 400 steps, and 50 of them take 0.25 %.
+@pytest.mark.parametrize(("counting", "least"), [(0.003, 100), (0.02, 50)])
+def test_what_counting_steps_takes_is_part_of_the_budget_and_no_cost_of_a_sample(counting, least):
+    # 20,000 steps earn 200 steps' time, and counting takes 60 or 400 of it. If it takes more than the whole budget,
+    # samples still come when three times their cost has been earned: after 300 steps, rounded up by a quarter at most.
     seen = Simulated(lambda _: STEP, counting=counting * STEP).run(20_000)
-    assert seen.share <= share
     assert len(seen.sampled) >= least
 
 
-def test_while_the_first_steps_may_make_debt_unusual_samples_are_followed_closely():
-    # A sample of half a step's time. Ten of them are a debt of 5 steps' time, which later samples repay: they are 100
-    # steps apart. An unusual one is followed by 8 others on credit, and there are 32 of these in all.
-    assert [
-        sum(gap == 1 for gap in Simulated(lambda _: 0.5 * STEP).run(1200, unusual=unusual).intervals)
-        for unusual in ((), range(150, 250), range(150, 1200))
-    ] == [9, 9 + 8, 9 + 32]
+@pytest.mark.parametrize("row", [0.0, 1.0, 100.0])
+def test_rows_that_the_user_asks_for_come_exactly_then_each_with_a_sample_of_its_step(row):
+    # Samples of one step's time, so that one step in 100 would be measured.
+    seen = Simulated(lambda _: STEP, row=row * STEP, cadence=Cadence(None, log_every=30)).run(20_000)
+    assert seen.rows == list(range(30, 20_001, 30))
+    assert set(seen.rows) <= set(seen.sampled)
+    # Whatever rows cost is no cost of monitoring.
+    assert seen.sampled == Simulated(lambda _: STEP, cadence=Cadence(None, log_every=30)).run(20_000).sampled
 
 
 def test_two_ranks_of_unequal_speed_sample_the_same_steps():
@@ -249,7 +232,7 @@ def test_two_ranks_of_unequal_speed_sample_the_same_steps():
     ranks = []
     for rank in range(2):
         clock = SampleClock()
-        schedule = Schedule(clock, Cadence(None, log_every=20), Budget(0.01))
+        schedule = Schedule(clock, Cadence(None, log_every=20), Budget(SHARE))
         schedule.ranks = RankPlans(store, leads=rank == 0)
         schedule.start(0.0, 0.0)
         ranks.append((clock, schedule, [0.0], []))
@@ -266,13 +249,34 @@ def test_two_ranks_of_unequal_speed_sample_the_same_steps():
                 schedule.end_window(must_agree=True)
     assert ranks[0][3] == ranks[1][3]
     assert ranks[0][3][:10] == list(range(1, 11))
-    assert 0.005 <= ranks[0][2][0] / (20_000 * STEP) <= LIMIT
+
+
+def test_a_plan_of_rank_0_is_kept_to_what_is_promised():
+    # The rows come when they may. A plan holds for a whole window, which the start of a run does not pay for.
+    clock = SampleClock()
+    schedule = Schedule(clock, Cadence(None), Budget(SHARE))
+    schedule.ranks = RankPlans(torch.distributed.HashStore(), leads=True)
+    schedule.start(0.0, 0.0)
+    spent = 0.0
+    for number in range(1, 50_001):
+        schedule.open()
+        if schedule.is_sampled:
+            spent += STEP
+            schedule.add_sample(number, skipped=False, now=number * STEP + spent, seconds_spent=spent)
+        clock.step = number
+        if schedule.window_is_full(number):
+            spent += STEP
+            schedule.seconds_on_rows += STEP
+            schedule.begin_window()
+            schedule.end_window(must_agree=True)
+    promised = SHARE * 50_000 * STEP + 1.0
+    assert 0.6 * promised <= spent <= promised * NEARLY
 
 
 def test_a_run_that_goes_on_samples_every_tenth_step_until_rank_0_has_said_how_many():
     clock = SampleClock()
-    before = Schedule(clock, Cadence(None, log_every=20), Budget(0.01)).state_dict() | {"step": 500, "num_samples": 40}
-    schedule = Schedule(clock, Cadence(None, log_every=20), Budget(0.01))
+    before = Schedule(clock, Cadence(None), Budget(SHARE)).state_dict() | {"step": 500, "num_samples": 40}
+    schedule = Schedule(clock, Cadence(None), Budget(SHARE))
     schedule.ranks = RankPlans(torch.distributed.HashStore(), leads=False)
     schedule.start(0.0, 0.0)
     schedule.load_state_dict(before)
@@ -299,14 +303,6 @@ def trained(steps, **options):
     for _ in range(steps):
         step(model, optimizer, a=[1])
     return samples(watcher, sink)
-
-
-def test_by_default_the_first_steps_are_sampled_and_later_fewer():
-    seen = trained(60, sample_every=None, max_overhead=1e-6)
-    # A millionth does not cover another sample for hours. On a busy machine even the first ten samples may exceed the
-    # allowed debt of 0.25 s or of fifty steps' time.
-    assert list(seen.steps) == list(range(1, len(seen) + 1))
-    assert 1 <= len(seen) <= 10
 
 
 def test_a_number_is_exactly_that_whatever_it_costs():
@@ -365,26 +361,6 @@ def test_a_sample_that_is_unusual_has_the_next_steps_looked_at():
     assert looked == [5, 6, 9]
 
 
-def test_what_an_alert_takes_makes_no_samples_fewer(monkeypatch):
-    # Each callback takes an hour, which must not count as monitoring: samples continue at their cadence.
-    clock = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-
-    def wait(alert: wandb_gradwatch.Alert) -> None:
-        clock[0] += 3600.0
-
-    rules = [wandb_gradwatch.rules.NaNGradient()]
-    watcher, sink = watch(model, sample_every=None, on_alert=wait, rules=rules)
-    for number in range(1, 31):
-        clock[0] += 1.0
-        step(model, optimizer, a=[math.nan if number == 5 else 1])
-    seen = samples(watcher, sink)
-    assert list(seen.steps) == list(range(1, 31))
-    assert clock[0] == 3630.0
-
-
 def test_the_first_steps_after_a_restart_are_sampled_one_by_one():
     clock = SampleClock(step=0)
     schedule = Schedule(clock, Cadence(sample_every=None), Budget(0.01))
@@ -401,7 +377,7 @@ def test_the_first_steps_after_a_restart_are_sampled_one_by_one():
             if sampled[-1] == clock.step:
                 schedule.add_sample(clock.step, skipped=False, now=clock.step * STEP + spent, seconds_spent=spent)
 
-    # A tenth of what 20,000 steps earn is saved: 20 steps' time, and 32 samples take 16.
+    # What 32 samples take is kept back.
     train(20_000)
     schedule.load_state_dict(schedule.state_dict())
     train(100)

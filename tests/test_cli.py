@@ -497,11 +497,11 @@ def test_doctor_measures_a_real_training(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("ratio", "spread", "advice"),
     [
-        (0.008, 0.01, "will measure every step"),
+        (0.008, 0.01, "can measure every step"),
         (0.02, 0.01, "about one step in 7 "),
         (0.2, 0.01, "about one step in 7 "),
         (0.2, 0.3, "measure again when the machine is less busy"),
-        (-0.02, 0.01, "will measure every step"),  # within the noise, and below zero
+        (-0.02, 0.01, "can measure every step"),  # within the noise, and below zero
     ],
 )
 def test_the_advice_follows_the_measurement(ratio: float, spread: float, advice: str) -> None:

@@ -23,9 +23,9 @@ ACCIDENT = range(STEPS // 2, STEPS // 2 + demo.ACCIDENT_STEPS)
 
 @pytest.fixture(scope="module", autouse=True)
 def _smaller() -> Iterator[None]:
-    """A quarter of the batch: the story is the same."""
+    """Half of the batch: the story is the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "BATCH", demo.BATCH // 4)
+        patch.setattr(demo, "BATCH", demo.BATCH // 2)
         yield
 
 

@@ -428,7 +428,7 @@ def test_float16_underflow_is_quoted_with_what_became_of_the_other_elements():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watcher, _ = watch(model, rules=None, log_every=10)
+    watcher, _ = watch(model, rules=None, log_every=10, histogram_every=10)
     batch = torch.randn(16, 8)
     for _ in range(20):
         optimizer.zero_grad()

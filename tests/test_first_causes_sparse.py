@@ -105,6 +105,12 @@ def test_an_explosion_through_depth_is_why_parameters_grow():
     assert text.startswith("explosion through depth (norm grows 1000x from 3 back to 0, layer by layer)")
 
 
+def test_a_rate_that_rose_in_steps_that_were_not_measured_is_told_with_their_interval():
+    rates = [0.003, 0.003, 0.003, 0.003, 0.3]
+    found = first_of(history_of((1, 30, 50, 70, 136), {"a.weight": [0.1] * 5}, weights=[1.0] * 4 + [9.0], rates=rates))
+    assert found.evidence == "it rose from 0.003 to 0.3 between steps 70 and 136"
+
+
 @pytest.mark.parametrize(("weight", "is_felt"), [(1.01, False), (5.0, True)])
 def test_a_rate_that_rises_step_by_step_is_felt_where_the_weights_have_doubled_since(weight, is_felt):
     steps = (1, 30, 50, 70, 90, 110, 130)

@@ -16,6 +16,7 @@ from torch import nn
 
 import wandb_gradwatch
 from wandb_gradwatch import SkipGuard
+from wandb_gradwatch._capture import open_sample
 from wandb_gradwatch._guard.guard import TooManySkippedStepsError
 from wandb_gradwatch._pipeline import recorder
 from wandb_gradwatch.sinks._base import summary_line
@@ -97,6 +98,57 @@ def test_a_guard_of_ones_own(watched, caplog):
     assert of(sink.merged(), "a", "grad_norm").tolist() == [1, 10, 2]
     (told,) = [each for each in caplog.messages if "the guard skipped" in each]
     assert told == "wandb_gradwatch: the guard skipped step 2, whose gradients its function calls unhealthy"
+
+
+@pytest.mark.parametrize("sample_every", [1, 7])
+@pytest.mark.parametrize("says_so", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_a_guard_of_ones_own_sees_the_loss_and_the_learning_rate_of_every_step(sample_every, says_so, scale):
+    model = nn.Linear(1, 1, bias=False)
+    seen = []
+
+    def is_bad(snapshot):
+        keys = ("loss", "learning_rate", "num_nonfinite_loss")
+        loss, *others = (snapshot.metrics[f"gradwatch/{key}"][0] for key in keys)
+        seen.append((snapshot.steps[0], loss, *others, snapshot.loss_scale[0]))
+        return not loss < 5
+
+    watcher, _ = watch(model, guard=is_bad, sample_every=sample_every)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6, enabled=scale != 1)
+    for loss in (1.0, 6.0, math.inf, 2.0):
+        optimizer.zero_grad()
+        before = model.weight.detach().clone()
+        value = (
+            model(torch.zeros(1, 1)).sum() + loss
+        )  # a gradient of 0, so that no step is unhealthy for another reason
+        if says_so:
+            watcher.loss(3 * value)
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model.weight, before)
+    factor = 3 if says_so else 1
+    losses = [
+        factor * 1.0,
+        factor * 6.0,
+        math.nan,
+        factor * 2.0,
+    ]  # a loss that is not finite is missing, and is counted
+    no_scale = math.nan if scale == 1 else scale
+    expected = [(step, loss, 0.5, float(step == 3), no_scale) for step, loss in enumerate(losses, start=1)]
+    np.testing.assert_array_equal(seen, expected)
+
+
+def test_with_several_ranks_a_guard_of_ones_own_sees_no_loss(monkeypatch):
+    # Each rank has its own loss; one rank would skip a step that another applies.
+    monkeypatch.setattr(open_sample, "world_size", lambda: 2)
+    seen = []
+    watch(model := Chosen(a=1), guard=lambda snapshot: seen.append(set(snapshot.metrics)))
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), a=[1])
+    (known,) = seen
+    assert "gradwatch/learning_rate" in known
+    assert not {key for key in known if "loss" in key}
 
 
 def trained(gradients, optimizer=torch.optim.SGD, **options):
@@ -226,15 +278,23 @@ def test_a_guard_that_makes_no_sense(guard, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_in_a_row": 0}, "max_in_a_row=0 must be at least 1"),
+        ({"max_in_a_row": 0}, "max_in_a_row=0 must be a whole number of steps, at least 1"),
+        ({"max_in_a_row": "3"}, "max_in_a_row='3' must be a whole number of steps"),
         ({"then": "stop"}, "then='stop' must be"),
-        ({"threshold": "10"}, "threshold='10' must be a number, at least 0"),
+        ({"threshold": "10"}, "threshold='10' must be a number above 0"),
+        ({"threshold": 0}, "threshold=0 must be a number above 0"),  # every step would be skipped
+        ({"stds": 0}, "stds=0 must be a number above 0"),  # every second step would be skipped
+        ({"stds": math.nan}, "stds=nan must be a number above 0"),
         ({"factor": 0.5}, "factor=0.5 must be a number, at least 1"),
-        ({"is_bad": bool, "factor": 2.0}, "pass is_bad=, or the limits"),
+        ({"window": 2.5}, "window=2.5 must be a whole number of steps, at least 2"),
+        ({"is_bad": len, "factor": 2.0}, "pass is_bad=, or the limits"),
+        ({"is_bad": bool}, r"SkipGuard\(\): is_bad=<class 'bool'> must be a function from a snapshot to True"),
+        ({"is_bad": 5}, r"SkipGuard\(\): is_bad=5 must be a function"),
+        ({"replay": "no"}, r"SkipGuard\(\): replay='no' must be True or False"),
     ],
 )
 def test_limits_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         SkipGuard(**options)
 
 

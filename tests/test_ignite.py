@@ -158,7 +158,15 @@ def test_a_checkpoint_carries_the_step_and_what_is_usual() -> None:
     ("arguments", "error", "match"),
     [
         ({"max_norm": 0}, ValueError, r"max_norm=0 must be a positive number or None"),
-        ({"stds": -1}, ValueError, r"stds=-1 must be a number, at least 0, or None"),
+        ({"stds": -1}, ValueError, r"stds=-1 must be a number above 0, or None"),
+        ({"rule": 5}, TypeError, r"GradWatch\(\): rule=5 must be a function from a norm"),
+        ({"on_spike": "stop"}, TypeError, r"GradWatch\(\): on_spike='stop' must be a function of the engine"),
+        ({"skip": "no"}, TypeError, r"GradWatch\(\): skip='no' must be True or False"),
+        ({"per_layer": 1}, TypeError, r"GradWatch\(\): per_layer=1 must be True or False"),
+        ({"prefix": None}, TypeError, r"GradWatch\(\): prefix=None must be a string"),
+        ({"model": None}, TypeError, r"GradWatch\(\) needs a torch.nn.Module, or a list or dict of them, but got None"),
+        ({"model": [3]}, TypeError, r"GradWatch\(\) needs a torch.nn.Module, or a list or dict of them, but got int"),
+        ({"run": "mine"}, TypeError, r"run='mine' must be what wandb.init\(\) returns"),
         ({"threshold": 1}, TypeError, r"GradWatch got an unexpected argument 'threshold'"),
         ({"guard": "skip", "skip": True}, TypeError, r"GradWatch got an unexpected argument 'guard'"),
         ({"sample_every": 5}, TypeError, r"GradWatch got an unexpected argument 'sample_every'"),
@@ -166,7 +174,12 @@ def test_a_checkpoint_carries_the_step_and_what_is_usual() -> None:
 )
 def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        GradWatch(small_model(), **arguments)
+        GradWatch(**{"model": small_model(), **arguments})
+
+
+def test_attaching_to_what_is_no_engine_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"attach\(\): engine=\[\] must be the ignite.engine.Engine of the training"):
+        GradWatch(small_model()).attach([])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

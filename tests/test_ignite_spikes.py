@@ -308,10 +308,12 @@ def test_a_level_that_stays_becomes_the_usual_one() -> None:
     ("limits", "message"),
     [
         ({"max_norm": 0}, "max_norm=0 must be a positive number"),
-        ({"stds": -1.0}, "stds=-1.0 must be a number, at least 0"),
+        ({"max_norm": "5"}, "max_norm='5' must be a positive number"),
+        ({"stds": -1.0}, "stds=-1.0 must be a number above 0"),
+        ({"stds": 0}, "stds=0 must be a number above 0"),  # every second norm would be a spike
         ({"factor": 0.5}, "factor=0.5 must be a number, at least 1"),
-        ({"window": 1}, "window=1 must be a number of steps"),
-        ({"rule": bool, "stds": 3.0}, "pass either rule= or the limits"),
+        ({"window": 1}, "window=1 must be a whole number of steps, at least 2"),
+        ({"rule": math.isnan, "stds": 3.0}, "pass either rule= or the limits"),
     ],
     ids=str,
 )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import ROOT, inherited, script
@@ -44,6 +45,42 @@ def test_pytorch_lightning_alone_is_enough(tmp_path: Path) -> None:
     done = script(ROOT / "tests/oldest_frameworks.py", "pytorch_lightning", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().startswith("watches with pytorch_lightning ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"log": "grads"}, {"include": "("}, {"exclude": 5}, {"sample_every": 0}, {"log_every": 0.5},
+        {"histogram_every": -1}, {"max_overhead": 0}, {"group_by": "layer"}, {"details": ["size"]}, {"metrics": [3]},
+        {"rules": [3]}, {"sinks": [print]}, {"on_alert": 5}, {"guard": "no"}, {"on_nonfinite": True},
+        {"dead_threshold": -1}, {"optimizer": "adam"}, {"scaler": 8.0}, {"loss_scale": 0}, {"start_step": -1},
+        {"backend": "gpu"}, {"run": "mine"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_watch_refuses_is_refused_when_the_callback_is_made_in_the_same_words(options: dict[str, Any]) -> None:
+    import torch
+
+    from wandb_gradwatch import watch
+    from wandb_gradwatch.integrations._session import Session
+
+    with pytest.raises((TypeError, ValueError)) as of_watch:
+        watch(torch.nn.Linear(1, 1), **{"sinks": [], **options})
+    options = dict(options)
+    run = options.pop("run", None)
+    with pytest.raises((TypeError, ValueError)) as of_callback:
+        Session("Callback", options, reserved=(), run=run)
+    assert str(of_callback.value) == str(of_watch.value)
+
+
+def test_that_list_has_every_argument_of_watch() -> None:
+    import inspect
+
+    from wandb_gradwatch import watch
+
+    (marks,) = test_what_watch_refuses_is_refused_when_the_callback_is_made_in_the_same_words.pytestmark
+    tried = {name for options in marks.args[1] for name in options}
+    assert tried == set(inspect.signature(watch).parameters) - {"model"}
 
 
 def test_the_rules_are_those_that_watch_takes() -> None:

@@ -257,14 +257,25 @@ MODEL = nn.Sequential(nn.Linear(2, 2))
         (lambda: Activations(nn.LSTM), "matches no module"),
         (lambda: Activations("("), r"Activations\(\): match='\(' is not a regular expression"),
         (lambda: Activations(of="grad"), "of='grad' must be a sequence"),
+        (lambda: Activations(of=None), "of=None must be a sequence"),
+        (lambda: Activations(statistics=5), r"Activations\(\): statistics=5 must be a sequence of names out of"),
+        (lambda: Activations(statistics=[["norm"]]), r"statistics=\[\['norm'\]\] must be a sequence of names out of"),
+        (lambda: Activations(dead_threshold=-1), "dead_threshold=-1 must be a number, at least 0"),
+        (lambda: Activations(dead_threshold="0"), "dead_threshold='0' must be a number, at least 0"),
+        (lambda: Activations(evaluation="no"), r"Activations\(\): evaluation='no' must be True or False"),
         (lambda: Activations(of=("grad",), evaluation=True), 'has "grad", but an evaluation has no backward'),
         (lambda: Attention(statistics="norm"), "statistics='norm' must be a sequence of names"),
+        (lambda: Attention(statistics=None), r"Attention\(\): statistics=None must be a sequence of names"),
+        (lambda: Attention(weights=1), r"Attention\(\): weights=1 must be True or False"),
+        (lambda: Metric("x", norm, aggregate=["mean"]), r"aggregate=\['mean'\] must be one of .* or a function"),
         (lambda: NoiseScale(batch_size=0), "must be the number of examples"),
+        (lambda: NoiseScale(batch_size="8"), r"NoiseScale\(\): batch_size='8' must be the number of examples"),
         (lambda: NoiseScale(group_by="layer"), 'must be "parameter", "module"'),
         (lambda: NoiseScale("nope"), "matches no parameter"),
         (lambda: OptimizerState("nope"), r"OptimizerState\(\) with match='nope' matches no parameter"),
         (lambda: Ranks(checksum_every=-1), "must be a number of sampled steps, 0 for never"),
         (lambda: Ranks("nope"), "matches no parameter"),
+        (lambda: Reference(MODEL, functions=[norm]), "must be a dict from name to function, or None"),
         (lambda: Reference(MODEL, functions={"difference": torch.dot}), "'difference' is the name of the distance"),
         (lambda: Reference(MODEL, match="nope"), "match='nope' matches no parameter"),
         (lambda: Reference(MODEL, activations="nope"), NO_MODULE),
@@ -274,11 +285,22 @@ MODEL = nn.Sequential(nn.Linear(2, 2))
         (lambda: Spectrum(of=("activation",)), "must be a sequence of names out of"),
         (lambda: Spectrum("bias"), "matches no matrix; the first names are '0.weight'"),
         (lambda: Updates("nope"), "match='nope' matches no parameter"),
+        (lambda: Updates(max_mib=0), r"Updates\(\): max_mib=0 must be a number of MiB above 0"),
+        (lambda: Updates(max_mib="1"), "max_mib='1' must be a number of MiB above 0"),
     ],
 )
 def test_metrics_reject_invalid_arguments(make, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         watch(MODEL, [make()], include="weight")
+
+
+@pytest.mark.parametrize("make", [Activations, Attention, Updates, OptimizerState, Spectrum, NoiseScale, Ranks, Router])
+def test_a_match_that_is_no_regular_expression_is_refused_when_the_metric_is_made(make):
+    for match in ("(", 5, [3]):
+        with pytest.raises(ValueError, match=rf"{make.__name__}\(\): match=.* regular expression"):
+            make(match)
+        with pytest.raises(ValueError, match=r"Metric\('x', on='parameter'\): match=.* regular expression"):
+            Metric("x", norm, match=match)
 
 
 def test_rules_of_probes_are_added_to_the_default_rules_only():
@@ -324,7 +346,7 @@ def test_watch_rejects_a_function_that_cannot_work(fn, error, words):
         (dict(name="x", fn=norm, on="weight"), ValueError, "on='weight' must be one of"),
         (dict(name="x", fn=norm, aggregate="median"), ValueError, "aggregate='median' must be one of"),
         (dict(name="x", fn=norm, every=0), ValueError, "every=0 must be a whole number"),
-        (dict(name="x", fn=norm, dims=[1]), ValueError, r"dims=\[1\] must name dimensions"),
+        (dict(name="x", fn=norm, dims=[1]), ValueError, r"dims=\[1\] must be dimensions with their names"),
     ],
 )
 def test_a_metric_rejects_invalid_arguments(arguments, error, words):

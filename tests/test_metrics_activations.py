@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import pickle
 from collections import namedtuple
 
+import metric_probes
 import numpy as np
 import pytest
 import torch
@@ -131,7 +133,7 @@ def test_evaluations_and_forwards_without_gradients_do_not_count():
 def test_evaluations_are_merged_into_the_next_sample_on_request():
     model = Passes()
     probes = [Activations("inner", evaluation=True), Activations("inner", statistics=["max"])]
-    watcher, sink = watch(model, probes, sample_every=3, log_every=3)
+    watcher, sink = watch(model, probes, sample_every=3, log_every=3, histogram_every=3)
     optimizer = SGD(model.parameters(), lr=0.0)
     for step in range(1, 7):
         optimizer.zero_grad()
@@ -429,6 +431,113 @@ def test_a_tensor_that_a_module_logs_can_be_matched_by_its_own_name(metric, key)
     watcher.remove()
     own = {name for name in sink.merged().metrics if not name.startswith("gradwatch/")}
     assert {name.replace(".", "/") for name in own} == {key}
+
+
+noted_as = log_tensor
+
+
+def note(module, value):
+    noted_as(module, "gate", value)
+
+
+class Notes:
+    def take(self, module, value):
+        note(module, value)
+
+
+class Logs(nn.Module):
+    """A module whose forward does not name `log_tensor`, but calls a function that does."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.linear, self.log = nn.Linear(2, 2), log
+
+    def forward(self, x):
+        self.log(self, self.linear(x))
+        return x + self.linear(x)
+
+
+class LogsByAlias(Logs):
+    def forward(self, x):
+        noted_as(self, "gate", self.linear(x))
+        return super().forward(x)
+
+
+class LogsInAnInnerFunction(Logs):
+    def forward(self, x):
+        def inner():
+            metrics.log_tensor(self, "gate", self.linear(x))
+
+        inner()
+        return super().forward(x)
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(module, value):
+        function(module, value)
+
+    return wrapper
+
+
+def closure_over(log):
+    return lambda module, value: log(module, "gate", value)
+
+
+def nothing(module, value):
+    pass
+
+
+def with_a_hook():
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(lambda module, args, output: note(module, output))
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LogsByAlias(nothing),
+        lambda: LogsInAnInnerFunction(nothing),
+        lambda: Logs(note),
+        lambda: Logs(metric_probes.note_gate),
+        lambda: Logs(lambda module, value: metric_probes.note_gate(module, value)),
+        lambda: Logs(closure_over(noted_as)),
+        lambda: Logs(decorated(note)),
+        lambda: Logs(functools.partial(note)),
+        lambda: Logs(Notes().take),
+        with_a_hook,
+    ],
+    ids=[
+        "alias",
+        "inner",
+        "helper",
+        "file",
+        "attribute of a module",
+        "closure",
+        "decorator",
+        "partial",
+        "method",
+        "hook",
+    ],
+)
+def test_a_tensor_that_a_module_logs_by_whatever_way_can_be_matched(make):
+    model = make()
+    found = seen(model, [Activations("gate", statistics=["max"])], [torch.ones(1, 2)])
+    assert list(found) == ["activation/root.gate/max"]
+
+
+@pytest.mark.parametrize("metric", [Activations("gaet"), Metric("x", torch.norm, on="activation", match="gaet")])
+def test_a_wrong_name_is_refused_if_the_code_of_no_module_logs_tensors(metric):
+    # The class is defined beside functions that log tensors, but its instance refers to none of them.
+    with pytest.raises(ValueError, match="match='gaet' matches no module; the first names are 'root', 'linear'"):
+        watch(Logs(nothing), [metric])
+
+
+def test_a_class_without_an_instance_is_refused_although_the_module_logs_tensors():
+    # A tensor has no class that match= could mean.
+    with pytest.raises(ValueError, match="matches no module"):
+        watch(Logs(note), [Activations(nn.LSTM)])
 
 
 class TwoInputs(nn.Module):

@@ -149,7 +149,7 @@ def test_the_callers_random_numbers_and_training_modes_are_unchanged():
 
 
 def test_invalid_arguments_are_rejected():
-    with pytest.raises(ValueError, match="must hold at least two widths"):
+    with pytest.raises(ValueError, match="must be at least two widths to compare"):
         coordinate_check(mlp, sgd, widths=[8], batches=batches(1), loss=loss)
     with pytest.raises(ValueError, match="there are 1 batches; pass a batch per update"):
         coordinate_check(mlp, sgd, widths=[8, 16], batches=batches(1), loss=loss, check_steps=[2])

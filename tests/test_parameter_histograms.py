@@ -35,7 +35,7 @@ def trained(steps: int = 1, **options: Any) -> Any:
 
 
 def test_a_histogram_is_of_the_parameter_as_the_update_has_left_it() -> None:
-    first, second = trained(2, log="all")
+    first, second = trained(2, log="all", histogram_every=1)
     assert first.metric_histograms["parameters/a"].counts.tolist() == counts(0.5, 4.0, 0.0, 1.0)
     assert second.metric_histograms["parameters/a"].counts.tolist() == counts(0.0, 7.0, -1.0, 1.0)
     assert (second.metric_histograms["parameters/a"].low, second.metric_histograms["parameters/a"].high) == (-1, 7)

@@ -33,13 +33,37 @@ def test_an_error_is_said_on_standard_error_once_in_an_episode_and_the_end_says_
     train([1, 1, math.nan, math.nan, 1], rules=[NaNGradient(), warn_at_2])
     said = capsys.readouterr().err
     assert said.count("wandb_gradwatch: ERROR at step 3: NaN gradient\n    Step 3: NaN in the gradient") == 1
-    assert said.splitlines()[-1] == "wandb_gradwatch: 2 alerts, the first at step 2: Two."
+    assert said.splitlines()[-1] == "wandb_gradwatch: 2 alerts, the first at step 2: Two; 5 of 5 steps measured."
     assert "It is step 2." not in said  # warnings go to the sinks only
 
 
-def test_a_run_without_alerts_ends_without_a_word(capsys):
-    train([1, 1])
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize(
+    ("every", "ending"),
+    [
+        (1, "no alert in 4 of 4 steps measured."),
+        (3, "no alert in 1 of 4 steps measured."),
+        (9, "nothing is known: 0 of 4 steps measured."),
+    ],
+)
+def test_a_run_without_alerts_ends_with_how_much_of_it_was_measured(capsys, every, ending):
+    train([1, 1, 1, 1], sample_every=every)
+    assert capsys.readouterr().err == f"wandb_gradwatch: {ending}\n"
+
+
+def test_after_a_restart_the_steps_before_are_not_counted(capsys):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    first, _ = watch(model, start_step=100)
+    step(model, optimizer, a=[1])
+    state = first.state_dict()
+    first.remove()
+    second, _ = watch(model)
+    second.load_state_dict(state)
+    for _ in range(2):
+        step(model, optimizer, a=[1])
+    second.remove()
+    endings = [f"wandb_gradwatch: no alert in {steps} measured." for steps in ("1 of 1 step", "2 of 2 steps")]
+    assert capsys.readouterr().err.splitlines() == endings
 
 
 def test_the_last_line_has_the_command_that_shows_the_page(offline_run, capsys, monkeypatch):
@@ -47,7 +71,7 @@ def test_the_last_line_has_the_command_that_shows_the_page(offline_run, capsys, 
     train([math.nan], sinks=None, run=offline_run)
     last = capsys.readouterr().err.splitlines()[-1]
     words, _, command = last.partition("wandb-gradwatch view ")
-    assert words.startswith("wandb_gradwatch: 1 alert at step 1: NaN gradient. To see the page of the run: ")
+    assert words.startswith("wandb_gradwatch: 1 alert, at step 1: NaN gradient; 1 of 1 step measured. To see the page ")
     assert command.startswith("offline-run-")  # below the working directory
     assert command.endswith(offline_run.id)
 

@@ -284,6 +284,9 @@ def test_an_explosion_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "error", "match"),
     [
         ({"log_every": 0}, ValueError, r"log_every=0 must be a number of optimizer steps, at least 1, or None"),
+        ({"log_every": True}, ValueError, r"log_every=True must be a number of optimizer steps"),
+        ({"per_layer": "no"}, TypeError, r"GradWatchCallback\(\): per_layer='no' must be True or False"),
+        ({"run": "mine"}, TypeError, r"run='mine' must be what wandb.init\(\) returns"),
         ({"sampel_every": 1}, TypeError, r"GradWatchCallback got an unexpected argument 'sampel_every'"),
     ],
 )

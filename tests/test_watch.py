@@ -268,7 +268,7 @@ def test_nan_is_reported_with_its_own_step_not_the_flush_step():
 
 def test_the_signature_is_the_contract():
     contract = {
-        "log": "gradients", "run": None, "include": None, "exclude": None, "sample_every": None, "log_every": 50,
+        "log": "gradients", "run": None, "include": None, "exclude": None, "sample_every": None, "log_every": None,
         "histogram_every": None, "max_overhead": 0.01, "group_by": None, "details": (), "metrics": (), "rules": None,
         "sinks": None,
         "on_alert": None, "guard": None, "on_nonfinite": None,

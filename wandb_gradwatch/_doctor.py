@@ -100,7 +100,7 @@ def _advice(measured: OverheadMeasurement) -> str:
     if measured.spread > max(measured.ratio, ACCEPTABLE_OVERHEAD):
         return "The pairs differ by more than the overhead: measure again when the machine is less busy."
     if measured.ratio <= ACCEPTABLE_OVERHEAD:
-        return f"That is within {ACCEPTABLE_OVERHEAD:.0%} of the time: watch(model) will measure every step here."
+        return f"That is within {ACCEPTABLE_OVERHEAD:.0%} of the time: watch(model) can measure every step here."
     return (
         f"To stay within {ACCEPTABLE_OVERHEAD:.0%} of the time, watch(model) will measure about one step in "
         f"{measured.sample_every:,} here; sample_every=1 measures all, max_overhead=0.05 about five times as many. "

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from numbers import Integral
+from types import SimpleNamespace
 from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
@@ -19,17 +19,18 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from ._arguments import check, is_number, is_whole
 from ._capture.cadence import Budget, Cadence, SampleEvery
-from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
+from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, name_predicate, with_prefixes
 from ._capture.parts import CaptureConfig
 from ._capture.scaling import GivenScale
 from ._config import Config
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
-from ._measure.measure import compile_for_cpu, resolve_backend
+from ._measure.measure import check_backend, compile_for_cpu, resolve_backend
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, has_fsdp1, has_shards, rank, world_size
 from ._watcher import WATCHERS, Watcher
-from .metrics._metric import MetricLike, probes_of, rules_of
+from .metrics._metric import MetricLike, check_metrics, probes_of, rules_of
 from .metrics._parameters import ParameterHistograms
 from .rules import Alert, Rule, default_rules
 from .rules._base import as_rule
@@ -52,26 +53,65 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def _called_as_wandb_watch(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Let the TypeError for arguments that do not exist say what replaces those of `wandb.watch`."""
+def _with_checked_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Call `check_options` first; the error for an unknown argument says what replaces those of `wandb.watch`."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         try:
-            signature.bind(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
                 f"watch(): {error}. It takes one model, or a list or dict of models, and named arguments. Of the "
                 "arguments of wandb.watch, log_freq= (in backwards) is log_every= here (in optimizer steps), and "
                 "criterion, idx and log_graph do not exist: leave them out."
             ) from None
+        check_options({name: value for name, value in given.arguments.items() if name != "model"})
         return function(*args, **kwargs)
 
     return checked
 
 
-@_called_as_wandb_watch
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raise an error for arguments of `watch()`, by name, that are invalid whatever the model is."""
+    defaults = {name: one.default for name, one in inspect.signature(watch).parameters.items() if name != "model"}
+    of = SimpleNamespace(**{**defaults, **given})
+    what = '"gradients", "parameters" or "all": which histograms are logged'
+    check(of.log in ("gradients", "parameters", "all"), "log", of.log, what)
+    check_details(of.details)
+    for name in ("include", "exclude"):
+        name_predicate(getattr(of, name), name)
+    if of.group_by is not None:
+        group_function(of.group_by)
+    is_step = is_whole(of.start_step) and 0 <= of.start_step < 2**53
+    check(is_step, "start_step", of.start_step, "a whole number of steps, at least 0")
+    cadence = Cadence(of.sample_every, of.log_every, of.histogram_every)
+    cadence.every(of.start_step + 1)  # calls a sample_every function once, so that an invalid result raises here
+    Budget(of.max_overhead)
+    is_threshold = is_number(of.dead_threshold) and 0 <= of.dead_threshold < math.inf
+    check(is_threshold, "dead_threshold", of.dead_threshold, "a number, at least 0")
+    what = "a torch.amp.GradScaler; for a scale of your own pass loss_scale="
+    check(isinstance(of.scaler, GradScaler | None), "scaler", of.scaler, what, TypeError)
+    _check_loss_scale(of.loss_scale)
+    what = "one torch.optim.Optimizer, and only for master weights"
+    check(isinstance(of.optimizer, Optimizer | None), "optimizer", of.optimizer, what, TypeError)
+    check(of.on_nonfinite in (None, "trace"), "on_nonfinite", of.on_nonfinite, '"trace" or None')
+    check_backend(of.backend)
+    resolve_guard(of.guard)
+    check_metrics(_sequence("metrics", of.metrics, "a list of metrics"))
+    _rules_of_user(of.rules)
+    for callback in _callbacks(of.on_alert):
+        if not callable(callback):
+            raise TypeError(f"on_alert={of.on_alert!r}: {callback!r} is not a function")
+    for sink in (sinks := _sequence("sinks", of.sinks, f"a list of {_SINKS}")):
+        if not isinstance(sink, Sink):
+            raise TypeError(f"sinks={sinks!r} must be a list of {_SINKS}, but {sink!r} is not one")
+    is_run = of.run is None or (hasattr(of.run, "disabled") and hasattr(of.run, "define_metric"))
+    check(is_run, "run", of.run, "what wandb.init() returns", TypeError)
+
+
+@_with_checked_arguments
 def watch(
     model: Models,
     *,
@@ -80,7 +120,7 @@ def watch(
     include: NameFilter | None = None,
     exclude: NameFilter | None = None,
     sample_every: SampleEvery = None,
-    log_every: int = 50,
+    log_every: int | None = None,
     histogram_every: int | None = None,
     max_overhead: float = 0.01,
     group_by: GroupBy | None = None,
@@ -110,14 +150,12 @@ def watch(
         include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
         exclude: do not watch parameters whose name matches; same types as `include`.
         sample_every: measure every n-th optimizer step, at any cost; a function maps a step number to n, 0 for none.
-            None: measure every step while that costs at most `max_overhead`, otherwise fewer; also the first ten
-            steps (unless they cost far too much), and up to 32 in a row after something unusual. On the CPU, one small
-            gradient is checked in between: a step in which its norm is suddenly unusual is measured, too.
-        log_every: log a row every n optimizer steps. If `sample_every` is None, a row that costs as much as several
-            samples waits until the window has twice that many.
-        histogram_every: take histograms every n optimizer steps. None: for every row. 0: never.
-        max_overhead: the largest share of the training time that monitoring may take, 0.01 is one percent, if
-            `sample_every` is None.
+            None: as many steps as `max_overhead` allows, and up to 32 in a row after something unusual.
+        log_every: log a row every n optimizer steps, with a sample for it, at any cost. None: every 50 steps, less
+            often only where rows would take more than half of what `max_overhead` allows.
+        histogram_every: take histograms every n optimizer steps. None: with the first row and every tenth. 0: never.
+        max_overhead: the share of the training time that monitoring may take, 0.01 is one percent. In addition it may
+            take one second per run, at its start, and at most a tenth of the time so far.
         group_by: what one series shows: "parameter", "module", or a function from a parameter's name to a group's name.
             None: one parameter; with more than 256 parameters, neighbours are grouped, and a message says so once.
         details: additional per-layer numbers in the W&B row: "mean", "std", "min", "max", "abs_max", "abs_min_nonzero",
@@ -157,14 +195,8 @@ def watch(
     other steps are only counted, with the hooks off; two hooks stay if optimizers step inside the backward or if there
     is no optimizer, and all of them with a guard. Measured in docs/benchmarks.md and docs/growth.md.
     """
-    # Everything that can be refused is refused before anything is changed, an earlier watcher included.
-    logs = ("gradients", "parameters", "all")
-    _check(log in logs, "log", log, '"gradients", "parameters" or "all": which histograms are logged')
-    check_details(details)
-    is_whole = isinstance(start_step, Integral) and not isinstance(start_step, bool)
-    _check(is_whole and 0 <= start_step < 2**53, "start_step", start_step, "a whole number of steps, at least 0")
-    cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
-    cadence.every(start_step + 1)  # calls a sample_every function once, so that an invalid result raises here
+    # Everything that can be refused is refused before anything is changed, an earlier watcher included. What does not
+    # depend on the model was checked by the decorator.
     if has_deepspeed(module for _, module in with_prefixes(model)):
         raise ValueError(f"watch(): {DEEPSPEED_REFUSED}")
     registry = ParameterRegistry(model, include=include, exclude=exclude)
@@ -174,31 +206,15 @@ def watch(
     is_on_cpu = all(parameter.device.type == "cpu" for _, parameter in registry.scan())
     if guard is not None and world_size() > 1 and backend == "auto" and is_on_cpu:
         backend = "cpu"  # replicas must decide bit for bit alike: none may use the compiled loops before another
-    what = "a torch.amp.GradScaler; for a scale of your own pass loss_scale="
-    _check(isinstance(scaler, GradScaler | None), "scaler", scaler, what, TypeError)
-    _check_loss_scale(loss_scale)
-    is_number = isinstance(dead_threshold, int | float)
-    _check(is_number and 0 <= dead_threshold < math.inf, "dead_threshold", dead_threshold, "a number, at least 0")
-    what = "one torch.optim.Optimizer, and only for master weights"
-    _check(isinstance(optimizer, Optimizer | None), "optimizer", optimizer, what, TypeError)
-    _check(on_nonfinite in (None, "trace"), "on_nonfinite", on_nonfinite, '"trace" or None')
-    callbacks = [on_alert] if callable(on_alert) else _sequence("on_alert", on_alert, "a function, or several")
-    for callback in callbacks:
-        if not callable(callback):
-            raise TypeError(f"on_alert={on_alert!r}: {callback!r} is not a function")
-    chosen_metrics = _sequence("metrics", metrics, "a list of metrics")
+    chosen_metrics = list(metrics or ())
     probes = probes_of(chosen_metrics, model, registry.names)
     if log != "gradients" and histogram_every != 0:
         probes.append(ParameterHistograms(backend))
-    given = _sequence("rules", rules, "a list of rules, [] for none")
-    chosen_rules = default_rules() + rules_of(chosen_metrics) if rules is None else list(map(as_rule, given))
+    chosen_rules = default_rules() + rules_of(chosen_metrics) if rules is None else _rules_of_user(rules)
     skip_guard = resolve_guard(guard)
     if skip_guard is not None and world_size() > 1 and has_shards(registry.models()):
         refuse_guard(uses_fsdp1=has_fsdp1(registry.models()), function=skip_guard.is_bad is not None)
-    chosen = _sequence("sinks", sinks, f"a list of {_SINKS}")
-    for sink in chosen:
-        if not isinstance(sink, Sink):
-            raise TypeError(f"sinks={chosen!r} must be a list of {_SINKS}, but {sink!r} is not one")
+    chosen = list(sinks or ())
     used_run = _run_of(run, sinks)
     _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)
 
@@ -217,8 +233,8 @@ def watch(
         registry,
         Config(
             capture=CaptureConfig(
-                cadence=cadence,
-                budget=budget,
+                cadence=Cadence(sample_every, log_every, histogram_every),
+                budget=Budget(max_overhead),
                 dead_threshold=float(dead_threshold),
                 backend=backend,
                 histograms=log != "parameters",
@@ -231,7 +247,7 @@ def watch(
             ),
             sinks=tuple(chosen),
             rules=tuple(chosen_rules),
-            on_alert=tuple(callbacks),
+            on_alert=tuple(_callbacks(on_alert)),
             on_nonfinite=on_nonfinite,
         ),
         [each for _, each in with_prefixes(model)],
@@ -253,16 +269,19 @@ def unwatch(model: Models | None = None) -> None:
             watcher.remove()
 
 
-def _check(is_valid: bool, argument: str, value: object, what: str, error: type[Exception] = ValueError) -> None:
-    if not is_valid:
-        raise error(f"{argument}={value!r} must be {what}")
-
-
 def _sequence(argument: str, values: Any, what: str) -> list[Any]:
     """Return the values as a list; an empty one for None."""
     is_sequence = isinstance(values, Sequence | deque) and not isinstance(values, str)
-    _check(values is None or is_sequence, argument, values, what, TypeError)
+    check(values is None or is_sequence, argument, values, what, TypeError)
     return list(values or ())
+
+
+def _callbacks(on_alert: Any) -> list[Any]:
+    return [on_alert] if callable(on_alert) else _sequence("on_alert", on_alert, "a function, or several")
+
+
+def _rules_of_user(rules: Any) -> list[Rule]:
+    return list(map(as_rule, _sequence("rules", rules, "a list of rules, [] for none")))
 
 
 def _check_loss_scale(loss_scale: object) -> None:
@@ -276,12 +295,11 @@ def _check_loss_scale(loss_scale: object) -> None:
         except ValueError:  # a built-in function without a signature
             pass
         return
-    is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
-    is_one = is_number or (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1)
+    is_one = is_number(loss_scale) or (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1)
     what = "a number, a tensor with one element, or a function of the step"
-    _check(is_one, "loss_scale", loss_scale, what, TypeError)
-    if isinstance(loss_scale, int | float):
-        _check(0 < loss_scale < math.inf, "loss_scale", loss_scale, "above 0, and finite")
+    check(is_one, "loss_scale", loss_scale, what, TypeError)
+    if is_number(loss_scale):
+        check(0 < loss_scale < math.inf, "loss_scale", loss_scale, "above 0, and finite")
 
 
 def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend: str, *, histogram: bool) -> None:
@@ -330,8 +348,6 @@ def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
             raise RuntimeError(
                 "watch() found no W&B run: call wandb.init() first, pass run=, or pass sinks= to log without W&B"
             )
-    if run is not None and not (hasattr(run, "disabled") and hasattr(run, "define_metric")):
-        raise TypeError(f"run={run!r} must be what wandb.init() returns")
     if run is not None and any(isinstance(sink, WandbSink) and sink.run is run for sink in sinks or ()):
         raise ValueError(
             "sinks= already has a WandbSink for the run in run=, so each row would be logged twice: pass one of them"

@@ -281,7 +281,11 @@ class Watcher:
                 self._say()
         finally:  # on_alert may have raised
             self._stop()
-            self._dispatcher.close()
+            self._close()
+
+    def _close(self) -> None:
+        schedule = self._parts.schedule
+        self._dispatcher.close(num_measured=schedule.num_measured, num_steps=schedule.num_steps)
 
     def _stop(self) -> None:
         self._removed = True
@@ -338,7 +342,7 @@ class Watcher:
                 self._pipeline.rescue()
             except Exception:  # the failure that ended the monitor may repeat here
                 logger.exception("wandb_gradwatch could not write the last samples.")
-            self._dispatcher.close()
+            self._close()
 
     def _collect_some(self) -> None:
         """Deliver what has arrived, unless nothing is notable: then it may wait for the next samples."""
@@ -371,7 +375,7 @@ class Watcher:
         is_new, self._is_new = self._is_new, False
         if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
             self._stop()
-            self._dispatcher.close()
+            self._close()
             logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
             return
         while self._found:
@@ -385,7 +389,6 @@ class Watcher:
             finally:  # on_alert may have raised
                 news = self._dispatcher.pop_news()
                 if not self._boundary.is_hidden():
-                    schedule.seconds_left_out += news.seconds_on_alerts
                     schedule.seconds_on_rows += news.seconds_on_rows
                 if self._parts.replay is not None and news.titles & _REPLAYED:
                     if not self._parts.thread.is_another:

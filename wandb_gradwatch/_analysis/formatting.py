@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .._measure.columns import FloatArray
+from .._measure.columns import FloatArray, IntArray
 
 # P watched parameters
 
@@ -50,3 +50,16 @@ def worst_first(values_P: FloatArray, chosen: npt.ArrayLike) -> list[int]:
     values_N = values_P[chosen_N]
     order: list[int] = chosen_N[np.argsort(np.where(np.isfinite(values_N), -values_N, np.inf), kind="stable")].tolist()
     return order
+
+
+def when(steps_S: IntArray, sample: int) -> str:
+    """Return when something changed that this sample is the first to show.
+
+    Steps that were not measured are named, because it may have changed in any of them.
+
+    Example:
+        >>> when(np.array([1, 2, 5]), 1), when(np.array([1, 2, 5]), 2)
+        ('at step 2', 'between steps 2 and 5')
+    """
+    step, before = int(steps_S[sample]), int(steps_S[max(sample - 1, 0)])
+    return f"at step {step}" if step - before <= 1 else f"between steps {before} and {step}"

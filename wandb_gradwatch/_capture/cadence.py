@@ -3,12 +3,15 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Final
 
 from .._runtime.notices import CannotWatchError
+
+_LOG_EVERY: Final = 50  # steps
+_ROWS_PER_HISTOGRAM: Final = 10
 
 SampleEvery = int | Callable[[int], int] | None
 
@@ -19,14 +22,17 @@ class Cadence:
 
     # Measure every n-th step. A function maps a step to n, 0 for none. None: the budget decides.
     sample_every: SampleEvery = 1
-    log_every: int = 50  # flush every n-th step
-    # Take a histogram at the first sample at or after every n-th step. None: for every flush. 0: never.
+    # Flush at every n-th step, which is measured if the budget decides about the other steps. None: at multiples of 50,
+    # as far as the budget allows.
+    log_every: int | None = None
+    # Take a histogram at the first sample at or after every n-th step. None: for the first row and every tenth one. 0:
+    # never.
     histogram_every: int | None = None
 
     def __post_init__(self) -> None:
         for argument, least in (("sample_every", 1), ("log_every", 1), ("histogram_every", 0)):
             value = getattr(self, argument)
-            if (value is None and argument != "log_every") or (callable(value) and argument == "sample_every"):
+            if value is None or (callable(value) and argument == "sample_every"):
                 continue
             what = f"a whole number of optimizer steps, at least {least}"
             object.__setattr__(self, argument, _whole(value, least, f"{argument}={value!r}", what))
@@ -44,18 +50,25 @@ class Cadence:
 
     def next_flush(self, step: int) -> int:
         """Return the first step at which a window may be flushed, this step included."""
-        return -(-step // self.log_every) * self.log_every
+        every = self.log_every or _LOG_EVERY
+        return -(-step // every) * every
 
-    def histogram_due(self, step: int, *, last: int, is_first: bool, is_last: bool) -> bool:
-        """Whether a measured step also gets a histogram; `last` is the previous measured step.
+    def histogram_due(self, step: int, *, last: int, num_rows: int, is_first: bool, is_last: bool) -> bool:
+        """Whether a measured step also gets a histogram.
 
         By default the last sample of a window gets one, as far as it is known to be the last, and the first sample, for
         windows that are flushed early. The later histogram replaces the first one.
+
+        Args:
+            last: the previous measured step.
+            num_rows: number of rows before this window's.
+            is_first: whether the step is the first sample of its window.
+            is_last: whether it is known to be the last one.
         """
         if self.histogram_every == 0:
             return False
         if self.histogram_every is None:
-            return is_first or is_last
+            return num_rows % _ROWS_PER_HISTOGRAM == 0 and (is_first or is_last)
         return step // self.histogram_every != last // self.histogram_every
 
 
@@ -76,71 +89,68 @@ class Plan:
     """The cadence that a budget allows after a sample."""
 
     every: int = 1  # steps to the next sample
-    samples_per_row: int = 1  # needed in a window before it is flushed: they cost twice as much as a row
+    row_every: int = 0  # steps until the next row may be written
 
     def next_sample(self, step: int) -> int:
         """Return the next step to sample: `every` steps later, rounded up to a multiple of a round number."""
         grid = on_ladder(self.every / 4)
-        following = -(-(step + self.every) // grid) * grid
-        return min(following, step + LONGEST) if self.every <= LONGEST else following
-
-
-LONGEST: Final = 1000  # most steps between samples if half as many steps earn the cost of one
+        return -(-(step + self.every) // grid) * grid
 
 
 class Budget:
-    """A token bucket: each second of training earns `max_overhead` seconds of monitoring. Pure: time is an argument.
+    """Decides how often the training is measured. Pure: time is an argument.
 
-    A sample is taken when its cost is earned. In debt it is taken when twice its cost is earned, and the other half
-    pays off debt: no debt, such as that of the first steps or of a write to a slow disk, delays a sample any longer.
-    A tenth of the credit is saved for bursts of consecutive samples, until the savings cover one burst.
+    After t seconds of training, monitoring may have taken
 
-    The expected cost of a sample is the median of the last three: a single slow sample is paid for, but not expected
-    again. As it may be the first of many, the next sample waits until that cost is earned, but at most 1,000 steps.
+        allowed(t) = max_overhead * t + min(1 s, (t + before) / 10)
+
+    Here t does not contain monitoring itself, and `before` is the time from the start of the program to watch(). The
+    first samples show what a sample costs. From then on the next one is taken at the step at which it is allowed, with
+    enough kept back for the next row and for a burst of consecutive samples. After a burst, or a single slow write, a
+    third of what is earned pays for samples until that is restored. Rows may take half of what is allowed.
     """
 
-    FIRST: Final = 10  # number of samples at the start, one at every step
-    BURST: Final = 32  # number of consecutive samples in a burst
-    _DEBT_STEPS: Final = 50  # from the third on, only while monitoring has cost less than this many steps
-    _SAVED: Final = 0.1  # share of the credit that is saved for bursts
-    _ON_CREDIT: Final = 8  # number of consecutive samples in a burst while the first steps may make debt
-    _FOR_CHECKS: Final = 0.2  # share of the credit for spot checks
-    _FOR_SAMPLES: Final = 0.5  # the least share of the credit for samples, however much counting steps costs
+    START_SECONDS: Final = 1.0  # that monitoring may take in addition to its share, once per run
+    START_SHARE: Final = 0.1  # largest share of the time so far that these seconds may be
+    BURST: Final = 32  # number of consecutive samples after an unusual one
+    _KEPT_SHARE: Final = 0.25  # largest share of what is allowed that is kept back
+    _ROW_SHARE: Final = 0.5  # largest share of what is allowed that rows may take
+    _OTHERWISE_SHARE: Final = 1 / 3  # share of what is earned that pays for samples until that is restored
+    _NUM_EXPECTED: Final = 3  # number of the newest costs, whose median is expected again: a single slow one is not
 
     def __init__(self, max_overhead: float) -> None:
         if isinstance(max_overhead, bool) or not isinstance(max_overhead, int | float) or not 0 < max_overhead < 1:
             raise ValueError(f"max_overhead={max_overhead!r} must be above 0 and below 1, for instance 0.01")
-        self._limit = max_overhead
+        self._share = max_overhead
+        self._before = 0.0  # seconds from the start of the program to watch()
         self._began = self._last = (0, 0.0, 0.0)  # step, time, seconds spent
-        self._forfeited = 0.0  # credit beyond the cost of two bursts, which is dropped
         self._num_samples = 0
         self._burst_left = 0
-        self._has_credit = False  # whether the credit covers one more sample
-        self._is_apart = True  # whether there are other steps between the last two samples
-        self._num_on_credit = 0  # number of samples in bursts that it did not cover
-        self.is_covered = False  # whether the credit, or the debt that the first steps may make, covers one more sample
+        self._covers_sample = False  # whether one more sample is allowed, without regard to what is kept back
+        self._spent_on_rows = 0.0
         self._step_seconds: deque[float] = deque(maxlen=5)  # without monitoring; the median ignores an evaluation
-        self._costs: deque[float] = deque(maxlen=3)  # seconds per sample, without rows
-        self._costs_of_rows: deque[float] = deque(maxlen=3)
+        self._sample_costs: deque[float] = deque(maxlen=self._NUM_EXPECTED)  # seconds
+        self._row_costs: deque[float] = deque(maxlen=self._NUM_EXPECTED)  # seconds
 
-    def start(self, step: int, now: float, spent: float) -> None:
-        """Start the account: the training begins after this step. Arguments are as in `after_sample`."""
+    def start(self, step: int, now: float, spent: float, *, before: float = 0.0) -> None:
+        """Start the account: the training begins after this step.
+
+        Args:
+            now: time in seconds, from an arbitrary zero.
+            spent: seconds that the monitor has taken so far.
+            before: seconds from the start of the program to this call.
+        """
         self._began = self._last = (step, now, spent)
+        self._before = before
+
+    def allowed(self, trained: float) -> float:
+        """Return the seconds that monitoring may have taken after so many seconds of training."""
+        return self._share * trained + min(self.START_SECONDS, self.START_SHARE * (trained + self._before))
 
     def look_closely(self) -> bool:
-        """Start a burst of consecutive samples. Returns whether the next step may be sampled.
-
-        The savings pay for a burst. While the first steps may make debt, a short burst is possible without savings, but
-        not right after another.
-        """
-        if not self._burst_left:
-            self._burst_left = self.BURST if self._has_credit else self._ON_CREDIT if self._is_apart else 0
-        return self.is_covered and self._burst_left > 0
-
-    def checks_every(self, seconds: float) -> int:
-        """Return the steps between spot checks that cost so many seconds each: they get a fifth of the credit."""
-        earned_per_step = self._limit * statistics.median(self._step_seconds)
-        return max(math.ceil(seconds / (self._FOR_CHECKS * earned_per_step)), 1)
+        """Start a burst of consecutive samples. Returns whether the first one is allowed."""
+        self._burst_left = self._burst_left or self.BURST
+        return self._covers_sample
 
     def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_counting: float) -> Plan:
         """Account for a sample of this step, and return the plan for the next one.
@@ -152,49 +162,55 @@ class Budget:
             on_counting: seconds of `spent` since the last sample that went into counting the steps in between.
         """
         last, self._last = self._last, (step, now, spent)
+        taken = max(spent - last[2], 0.0)
         self._num_samples += 1
-        latest = max(spent - last[2], 0.0)
-        num_steps = max(step - last[0], 1)
-        self._is_apart = num_steps > 1
-        self._step_seconds.append(max(now - last[1] - latest, 1e-9) / num_steps)
-        latest = max(latest - on_rows - on_counting, 0.0)
-        self._costs.append(latest)
+        self._step_seconds.append(max(now - last[1] - taken, 1e-9) / max(step - last[0], 1))
+        self._sample_costs.append(max(taken - on_rows - on_counting, 0.0))
+        self._spent_on_rows += on_rows
         if on_rows:
-            self._costs_of_rows.append(on_rows)
-        cost, of_row = statistics.median_low(self._costs), statistics.median_low(self._costs_of_rows or [0.0])
-        samples_per_row = min(max(round(2 * of_row / max(cost, 1e-9)), 1), self.BURST)
-        of_row /= samples_per_row
-        cost, latest = cost + of_row, latest + of_row
-        step_seconds = statistics.median(self._step_seconds)
-        earned_per_step = self._limit * step_seconds
-        earned_per_step = max(earned_per_step - on_counting / num_steps, self._FOR_SAMPLES * earned_per_step)
+            self._row_costs.append(on_rows)
         spent -= self._began[2]
-        earned = self._limit * max(now - self._began[1] - spent, 0.0)
-        credit = earned - spent - self._forfeited
-        saved = min(self.BURST * cost, self._SAVED * earned)
-        excess = max(credit - 2 * self.BURST * cost, 0.0)
-        self._forfeited, credit = self._forfeited + excess, credit - excess
-        every = self._steps_until_earned(cost, credit, saved, earned_per_step)
-        if latest > cost:
-            every = max(every, min(self._steps_until_earned(latest, credit, saved, earned_per_step), LONGEST))
-        is_affordable = spent + cost <= self._DEBT_STEPS * step_seconds
-        # One-time costs fall on the first sample: the second one shows the usual cost.
-        if self._num_samples < 2 or (self._num_samples < self.FIRST and is_affordable):
-            every = 1
-        self._has_credit = credit >= cost
-        self.is_covered = self._has_credit or (is_affordable and self._num_on_credit < self.BURST)
-        if self._burst_left and self.is_covered:
+        trained = max(now - self._began[1] - spent, 0.0)
+        allowed, of_sample, of_row = self.allowed(trained), _usual(self._sample_costs), _usual(self._row_costs)
+        kept = self._kept(allowed)
+        every = self._steps_until(min(spent + of_sample + kept, allowed + of_sample / self._OTHERWISE_SHARE), trained)
+        on_rows_then = self._spent_on_rows + of_row
+        row_every = self._steps_until(
+            min(on_rows_then / self._ROW_SHARE, allowed + 2 * of_row / self._ROW_SHARE), trained
+        )
+        self._covers_sample = spent + of_sample <= allowed
+        if self._num_samples == 1:
+            every = 1  # one-time costs fall on the first sample: the second one shows the usual cost
+        elif self._burst_left and self._covers_sample:
             self._burst_left, every = self._burst_left - 1, 1
-            self._num_on_credit += not self._has_credit
         else:
             self._burst_left = 0
-        return Plan(every, samples_per_row)
+        return Plan(max(every, 1), row_every)
 
-    def _steps_until_earned(self, cost: float, credit: float, saved: float, earned_per_step: float) -> int:
-        if credit < 0:
-            needed = cost + min(-credit, cost)
-        elif credit < saved:
-            needed = cost / (1 - self._SAVED)
-        else:
-            needed = cost - (credit - saved)
-        return max(math.ceil(needed / earned_per_step - 1e-6), 1)
+    def pace(self, num_steps: int) -> int:
+        """Return the steps between samples that are allowed if all samples of the next steps keep the same distance.
+
+        Args:
+            num_steps: the number of steps for which the distance cannot be changed.
+        """
+        step_seconds, (_, now, spent) = statistics.median(self._step_seconds), self._last
+        spent -= self._began[2]
+        trained = max(now - self._began[1] - spent, 0.0)
+        allowed, of_sample = self.allowed(trained + num_steps * step_seconds), _usual(self._sample_costs)
+        earned_anyway = self._share * num_steps * step_seconds * self._OTHERWISE_SHARE
+        earned = max(allowed - self._kept(allowed) - spent, earned_anyway)
+        return max(math.ceil(num_steps * of_sample / earned), 1)
+
+    def _kept(self, allowed: float) -> float:
+        """Return the seconds kept back for the next row and for a burst."""
+        return min(self.BURST * _usual(self._sample_costs) + _usual(self._row_costs), self._KEPT_SHARE * allowed)
+
+    def _steps_until(self, seconds: float, trained: float) -> int:
+        """Return after how many more steps monitoring may have taken so many seconds."""
+        at_start = (seconds - self.START_SHARE * self._before) / (self._share + self.START_SHARE)
+        at = max(at_start, (seconds - self.START_SECONDS) / self._share)  # inverts allowed()
+        return max(math.ceil((at - trained) / statistics.median(self._step_seconds) - 1e-6), 0)
+
+
+def _usual(costs: Sequence[float]) -> float:
+    return statistics.median_low(costs or [0.0])

@@ -57,14 +57,19 @@ class SampleLoss:
         if self._pending is not None:
             self._sample, self._pending = _together(self._sample, self._pending), None
 
-    def take(self) -> dict[str, Number]:
-        """Return the loss of the closed sample by key, {} if there is none, and forget it, but not pending values."""
+    def so_far(self) -> dict[str, Number]:
+        """Return the loss of the sample by key, without pending values; {} if there is none."""
         seen = self._seen
         if seen is not None and self._divisor is not None:
             seen = _divided(seen[0], self._divisor), 0
         found = self._sample or seen
-        self._sample = self._seen = self._divisor = None
         return {} if found is None else {keys.LOSS: found[0] / found[1] if found[1] > 1 else found[0]}
+
+    def take(self) -> dict[str, Number]:
+        """Return the loss of the closed sample as `so_far` does, and forget it, but not pending values."""
+        loss = self.so_far()
+        self._sample = self._seen = self._divisor = None
+        return loss
 
 
 def _value_of(tensor: Tensor) -> Number:

@@ -8,10 +8,12 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import contained
+from .._runtime.sharding import world_size
 from .._transfer.transfers import Sample
 from ..snapshot import keys
 from .clock import Closed
 from .gradient_versions import REPLACED, Inspection, is_new, look_at, were_reset
+from .loss import Number
 from .measurer import Measurer
 from .optimizer_registry import learning_rate_of
 from .parts import CaptureParts
@@ -30,9 +32,6 @@ class OpenSample:
         self._forget_gradients()
         self.was_reset = False  # whether gradients of earlier backwards were reset without a step
         self._learning_rate = math.nan  # the largest among the optimizers that step in this sample
-        # Facts about the loop, for spot checks: whether anything but torch's functions changes or assigns gradients, or
-        # makes them in a closure; and whether torch's functions have clipped in the last sample.
-        self.gradients_change = self.is_clipped_by_torch = False
 
     def begin(self) -> None:
         """Open a new sample."""
@@ -75,16 +74,6 @@ class OpenSample:
         if parts.probes.look_inside and parts.schedule.is_sampled and parts.shards.is_whole(parameter):
             parts.probes.tell(Probe.gradient_arrived, parts.registry.names[slot], gradient.detach())
 
-    def measure_found(self, entries: Sequence[Entry]) -> None:
-        """Measure the gradients of a backward that ran without hooks, because a spot check has found one unusual.
-
-        Parameters that had no gradient in the last sample count as reached if their gradient is not 0.
-        """
-        clock = self._parts.clock
-        clock.marked |= {slot for slot, p in entries if p.grad is not None and slot in clock.marked_before}
-        self.measure_present(entries)
-        self.mark_present(entries)
-
     def _drop_zeros_among(self, entries: Sequence[Entry]) -> None:
         """Drop the rows of unmarked gradients that are 0: zero_grad(set_to_none=False) has left them."""
         if unmarked := sorted(slot for slot, _ in self._parts.unmarked(entries)):
@@ -100,7 +89,6 @@ class OpenSample:
         found = parts.seen.inspect(entries, inside_backward=False)
         if found.late:
             self._measurer.measure(found.late)
-        self.gradients_change |= bool(found.changed or found.unclear)
         compared = parts.schedule.compared(found.unchanged)  # a write through `.data` shows only in the values
         found.changed += compared
         self._compared_early += tuple(slot for slot, _ in compared if slot not in self._clipped)
@@ -167,7 +155,6 @@ class OpenSample:
             parts.clock.marked.update(slot for slot, _ in found.late)
         self._measurer.correct_scale(optimizer)
         masters = parts.optimizers.masters(optimizer)
-        self.gradients_change |= bool(found.unclear or masters or (found.changed and not self.by_torch))
         if found.gone and masters is None:
             self._drop(found)
         if found.late:
@@ -282,13 +269,20 @@ class OpenSample:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Record the learning rate and tell the probes: the optimizer is about to update its parameters."""
-        if not self._parts.schedule.is_sampled:
+        if not self._parts.rows_are_read:
             return
         rate = learning_rate_of(optimizer)
         if not abs(rate) <= abs(self._learning_rate) and not math.isnan(rate):
             self._learning_rate = rate
-        if self._parts.probes.active:
-            self.tell_of_update(Probe.before_update, optimizer)
+        self.tell_of_update(Probe.before_update, optimizer)
+
+    def so_far(self) -> dict[str, Number]:
+        """Return what is known of the sample besides its rows, by key: the learning rate, and in one process the loss.
+
+        Each rank has a loss of its own: a guard that read it could skip a step on one rank and apply it on another.
+        """
+        known: dict[str, Number] = {} if world_size() > 1 else {**self._parts.loss.so_far()}
+        return known if math.isnan(self._learning_rate) else known | {keys.LEARNING_RATE: self._learning_rate}
 
     def tell_of_update(
         self, moment: Callable[[Probe, Sequence[WatchedTensor]], None], optimizer: Optimizer | None
@@ -333,7 +327,6 @@ class OpenSample:
                 parts.window.clear(not_stepped)
                 parts.optimizers.left_out.update(closed.marked.intersection(not_stepped))
             parts.wiring.sample_closed(closed.marked)
-        self.is_clipped_by_torch = self.by_torch
         loss = parts.loss.take()
         found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss
         if parts.guard is not None:

@@ -1,6 +1,5 @@
 """Rests between samples: the hooks on parameters are off, and updates are only counted."""
 
-import math
 import time
 from abc import ABC, abstractmethod
 from threading import get_ident
@@ -21,7 +20,6 @@ from .hooks import accumulates
 from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALERS, ScaledSteps
-from .spot_check import SpotCheck, spot_check_of
 
 _REGULAR: Final = 4  # number of consecutive samples that show the pattern of steps
 _LEAST: Final = 3  # least number of steps for which turning the hooks off and on pays
@@ -43,7 +41,7 @@ class Rest(StepCounter, ABC):
 
     @property
     def seconds_spent(self) -> float:
-        """Seconds spent on counting, and on checks in between."""
+        """Seconds spent on counting."""
         return self._seconds
 
     def _is_possible(self) -> bool:
@@ -82,10 +80,6 @@ class Rest(StepCounter, ABC):
         """A scaler has skipped the step of an optimizer. Returns whether the rest is over."""
         return False
 
-    def finds_at_clipping(self) -> bool:
-        """One of torch's functions is about to clip gradients. Returns whether the rest is over."""
-        return False
-
 
 class StepRest(Rest):
     """Counts samples by the steps of optimizers.
@@ -95,17 +89,13 @@ class StepRest(Rest):
     updates watched parameters.
 
     Few calls and few objects matter more here than little arithmetic: between two steps of a training all of this
-    leaves the processor's caches. Therefore torch's hook itself counts the steps of a single optimizer, up to a check.
+    leaves the processor's caches. Therefore torch's hook itself counts the steps of a single optimizer.
     """
 
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         super().__init__(parts, sample)
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
         self._pausing: frozenset[int] = frozenset()  # those that had no part in some sample after another one
-        self._chosen: SpotCheck | None = None
-        self._spot_check: SpotCheck | None = None  # the one in use during the rest, and at the step right after it
-        self._check_at = math.inf  # the step of the next check
-        self._chosen_for = (-1, -1)  # the registry's version and the optimizer's key for which `_chosen` was chosen
         self._quick: QuickCount | None = None
         self._first_step = 0
 
@@ -141,11 +131,6 @@ class StepRest(Rest):
         makers = {key: one for key in keys if (one := parts.optimizers.of_key(key)) is not None}
         if len(makers) < len(keys) or parts.optimizers.key(optimizer) not in keys:
             return False
-        # It ends the rest before a step or a clipping whose gradient it finds unusual.
-        self._spot_check = self._spot_check_of(optimizer) if len(keys) == 1 else None
-        self._has_found = False  # whether it has found one
-        check = self._spot_check
-        self._check_at = math.inf if check is None else min(self._check_at, self._clock.step + check.every)
         self._turn_hooks_off()
         self._first_step = self._clock.step
         self._thread = get_ident()
@@ -161,29 +146,8 @@ class StepRest(Rest):
         self._under_way: tuple[int, ScaledSteps] | None = None
         self._num_stray, self._stray_step = 0, -1
         if self._is_only_one and len(makers) == 1 and SCALERS.last_used is None:
-            self._quick = STEP_HOOKS.count_quickly(optimizer, self._clock)
-        self._count_quickly()
+            self._quick = STEP_HOOKS.count_quickly(optimizer, self._clock, until=self._last_step - 1)
         return True
-
-    def _count_quickly(self) -> None:
-        """Count quickly up to the step before the next check, or before the last step of the rest."""
-        if self._quick is not None:
-            self._quick.until = min(self._check_at, self._last_step) - 1
-
-    def _spot_check_of(self, optimizer: Optimizer) -> SpotCheck | None:
-        """Return the check between samples; None if the user chose the samples, or if gradients change unseen."""
-        parts = self._parts
-        # With company, another thread's backward may write to the gradient.
-        is_blind = self._sample.gradients_change or SCALERS.last_used is not None or parts.thread.has_company
-        if is_blind or not parts.schedule.may_add_samples:
-            return None
-        if self._chosen_for != (now := (parts.registry.version, parts.optimizers.key(optimizer))):
-            self._chosen_for = now
-            self._chosen = spot_check_of(optimizer, parts.optimizers.entries(optimizer))
-        if self._chosen is not None:
-            parts.schedule.plan(self._chosen)
-            self._chosen.at_clipping = self._sample.is_clipped_by_torch
-        return self._chosen
 
     def _turn_hooks_on(self, *, before_step: bool) -> None:
         STEP_HOOKS.end_quick_count()
@@ -192,12 +156,8 @@ class StepRest(Rest):
         if self._clock.step > self._first_step:
             self._clock.previous = self._made_last  # a late optimizer may still join the last counted sample
         entries = self._parts.follow()
-        if self._has_found:
-            self._parts.schedule.sample_now()
         self._sample.begin()
-        if self._has_found:
-            self._sample.measure_found(entries)
-        elif before_step and self._parts.last_node != num_nodes_made():
+        if before_step and self._parts.last_node != num_nodes_made():
             # A forward has run since the last counted step, and perhaps a backward without any hook.
             self._sample.mark_present(entries)
 
@@ -210,36 +170,10 @@ class StepRest(Rest):
             self._stray_step = self._clock.step
             is_inner = self._under_way is not None or (self._quick is not None and self._quick.is_under_way)
             return is_inner and self._num_stray < _STRAY and get_ident() == self._thread
-        if self._clock.step + 1 >= self._check_at and self._finds(optimizer, at_clipping=False):
-            return False
         self._under_way = maker
         if maker[1].scaler is not None:
             maker[1].begin()
         return True
-
-    def finds_at_clipping(self) -> bool:
-        return self._clock.step + 1 >= self._check_at and any(
-            [self._finds(one, at_clipping=True) for one in self._makers]
-        )
-
-    def check_after_it(self, *, at_clipping: bool) -> None:
-        """Sample the step right after the rest, which was only to end a window, if its gradient is unusual."""
-        is_next = self._clock.step == self._last_step and not self._parts.is_measured
-        if not is_next or self._sample.gradients_change or self._clock.open_step < self._check_at:
-            return
-        if any([self._finds(one, at_clipping=at_clipping) for one in self._makers]):
-            self._parts.schedule.sample_now()
-            self._sample.begin()
-            self._sample.measure_found(self._parts.follow())
-
-    def _finds(self, optimizer: Optimizer, *, at_clipping: bool) -> bool:
-        check = self._spot_check
-        if check is not None and at_clipping == check.at_clipping:
-            self._check_at = self._clock.open_step + check.every
-            self._has_found = check.finds(optimizer)
-            self._seconds += check.seconds_of_last
-            self._count_quickly()
-        return self._has_found
 
     def ends(self, optimizer: Optimizer) -> bool:
         maker = self._under_way

@@ -14,6 +14,7 @@ every event of a training enters here, and their order is easier to see in one p
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,6 +35,8 @@ from .probes import Probe
 from .rest import BackwardRest, Rest, StepRest
 from .scaling import SCALERS
 from .schedule import RankPlans
+
+_PROGRAM_BEGAN: Final = time.perf_counter()  # this package is imported near the start of a program
 
 
 class Sampler(Listener):
@@ -75,7 +78,8 @@ class Sampler(Listener):
 
         `name` separates this watcher's keys in the ranks' store from those of others. It is the same on every rank.
         """
-        self._schedule.start(time.perf_counter(), self.seconds_spent)
+        now = time.perf_counter()
+        self._schedule.start(now, self.seconds_spent, before=max(now - _PROGRAM_BEGAN, 0.0))
         if world_size() > 1 and self._schedule.is_open_ended:
             self._schedule.ranks = RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0)
         if self.parts.probes.look_inside:
@@ -146,7 +150,7 @@ class Sampler(Listener):
                 by_hand.remember_parameters()
         parts.loss.settle()
         parts.loss_scale.forget()
-        if self._schedule.is_sampled and (root := backward_root()) is not None:
+        if parts.rows_are_read and (root := backward_root()) is not None:
             parts.loss.see(root, parts.loss_scale.of_backward(root.device, reached), of_all=parts.loss_scale.is_given)
         if self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
             # Every backward may be the last before the step: the last group of micro-batches may be shorter.
@@ -196,7 +200,6 @@ class Sampler(Listener):
 
     @contained
     def before_closure(self, optimizer: Optimizer) -> None:
-        self._sample.gradients_change = True
         self.parts.optimizer_found()
         self._commit(self._clock.step_begins(self.parts.optimizers.key(optimizer)))
 
@@ -225,7 +228,6 @@ class Sampler(Listener):
             if not self.parts.is_measured:  # a measured step must not take them for what a backward has left
                 self.parts.seen.note(entries)
         self.parts.loss.settle()
-        self._step_rest.check_after_it(at_clipping=False)
         if self.parts.is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
@@ -241,7 +243,8 @@ class Sampler(Listener):
         if self._joining == self.parts.optimizers.key(optimizer):
             guard.abstain(entries, version)
         else:
-            guard.decide(optimizer, self._clock.open_step, entries, version, inside_backward=inside_backward)
+            step, found = self._clock.open_step, self._sample.so_far() if guard.needs_rows else {}
+            guard.decide(optimizer, step, entries, version, inside_backward=inside_backward, found=found)
 
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:
@@ -298,13 +301,6 @@ class Sampler(Listener):
             self._sample.after_unscale(optimizer)
 
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
-        try:
-            if self.counter is None:
-                self._step_rest.check_after_it(at_clipping=True)
-            elif self.counter.finds_at_clipping():
-                self.end_counting()
-        except Exception as error:
-            self.boundary.fail(error)
         self._sample.before_clipping(parameters)
 
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
@@ -313,7 +309,7 @@ class Sampler(Listener):
     @contained
     def take_loss(self, value: Tensor, *, is_share: bool) -> None:
         """Take the loss of the update under way, from the user or from a framework's integration."""
-        if self._schedule.is_sampled:
+        if self.parts.rows_are_read:
             self.parts.loss.add(value, is_share=is_share)
 
     def mark_step(self) -> None:

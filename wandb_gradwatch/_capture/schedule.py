@@ -1,15 +1,16 @@
 """Decides what is due at the open step (a sample, a histogram, a comparison by value) and when the window is full."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
 
 from .._runtime.autograd import Entry
-from .cadence import LONGEST, Budget, Cadence, Plan
+from .cadence import Budget, Cadence, Plan
 from .clock import SampleClock
-from .spot_check import SpotCheck
 
 # Old code clips through `p.grad.data`, which the version counter does not show. So the first samples and the last one
 # of every window are compared by value; after one difference every sample is. If flushes follow each other closely,
@@ -19,6 +20,7 @@ _COMPARED_EVERY: Final = 5  # least number of steps between compared samples aft
 _COMPARED_WITHIN: Final = 50  # steps within which every gradient is compared once
 _LOOK_AHEAD: Final = 50  # steps for which a sample_every function is evaluated in advance
 _UNPLANNED: Final = Plan()
+_FIRST: Final = 10  # number of samples at successive steps, and steps between samples, until rank 0 has made a plan
 _WAIT: Final = timedelta(seconds=60)  # time limit for a rank 0 that is a whole window behind
 _KEPT: Final = 4  # number of plans kept in the store
 
@@ -36,37 +38,47 @@ class Schedule:
         self.last_sample = clock.step
         self._plan = self._own_plan = _UNPLANNED
         self.ranks: RankPlans | None = None  # shares the plan of rank 0; None: every rank uses its own
-        self._last_found = -LONGEST  # the step that a spot check has found last
         self._next_sample = clock.open_step  # used if the budget decides
         # Since the last sample, not part of its cost: writing rows, and counting the steps in between.
         self.seconds_on_rows = self.seconds_on_counting = 0.0
-        # Costs that do not depend on the cadence, of guarded steps and of alerts: the budget is not charged for them.
+        # Costs that the user has asked for, of guarded steps and of rows: the budget is not charged for them.
         self.seconds_left_out = 0.0
+        self._first_step, self.num_measured = clock.step, 0  # the step before the first, and the measured steps since
         self._num_samples = 0  # samples with an update: a loss scaler's skipped step shows no clipping
         self._samples_in_window = 0
+        self._num_rows, self._next_row = 0, 0  # number of windows that were flushed; step of the next row that may come
 
-    def start(self, now: float, seconds_spent: float) -> None:
-        """Start at time `now`, in seconds from an arbitrary zero. The monitor has already taken `seconds_spent`."""
-        self._budget.start(self._clock.step, now, seconds_spent)
+    def start(self, now: float, seconds_spent: float, *, before: float = 0.0) -> None:
+        """Start at time `now`; see `Budget.start`."""
+        self._budget.start(self._clock.step, now, seconds_spent, before=before)
         self.open()
 
     def open(self) -> None:
         """Decide what is due at the open step: it is new, or the schedule has changed."""
         step, cadence = self._clock.open_step, self._cadence
         if self.is_open_ended:
-            self.is_sampled, following = step >= self._next_sample, self._plan.next_sample(step)
+            self.is_sampled = step >= self._next_sample or step == self._exact_row(step)
+            following: float = min(self._plan.next_sample(step), self._exact_row(step + 1))
         else:
             every = cadence.every(step)
             self.is_sampled, following = bool(every and step % every == 0), step + (every or 1)
-        # If samples are further apart than flushes, a window needs several: the last is the one that fills it.
-        is_last = following > cadence.next_flush(step) and self._samples_in_window + 1 >= self._plan.samples_per_row
+        is_last = following > (flush := cadence.next_flush(step)) and self._row_is_due(flush)
         is_compared_whole = not self.trusts_versions or self._num_samples < _COMPARED_SAMPLES
         steps = step - self._last_compared
         of_flushed = max(_COMPARED_WITHIN // steps, 1) if is_last and steps >= _COMPARED_EVERY else 0
         self._compared_one_in = 1 if is_compared_whole else of_flushed
         self.has_histogram = self.is_sampled and cadence.histogram_due(
-            step, last=self.last_sample, is_first=not self._samples_in_window, is_last=is_last
+            step, last=self.last_sample, num_rows=self._num_rows, is_first=not self._samples_in_window, is_last=is_last
         )
+
+    def _exact_row(self, step: int) -> float:
+        """The first step, this one included, that is measured for the sake of its row: the user has asked for it."""
+        return self._cadence.next_flush(step) if self.is_open_ended and self._cadence.log_every else math.inf
+
+    def _row_is_due(self, flush: int) -> bool:
+        """Whether a window that has samples is flushed at this step, at which windows may be flushed."""
+        is_exact = self._cadence.log_every is not None or not self.is_open_ended
+        return is_exact or flush >= self._next_row
 
     def compared(self, unmodified: Sequence[Entry]) -> Sequence[Entry]:
         """Return which of the open step's gradients that look unmodified are compared by value with their rows.
@@ -82,13 +94,13 @@ class Schedule:
 
     def window_is_full(self, step: int) -> bool:
         """Whether the window is flushed after this step, measured or not."""
-        return self._samples_in_window >= self._plan.samples_per_row and self._cadence.next_flush(step) == step
+        return self._samples_in_window > 0 and self._cadence.next_flush(step) == step and self._row_is_due(step)
 
     def wakes_at(self) -> int:
         """Return the next step that is sampled or ends a window: nothing is due at the steps before it."""
         first, every = self._clock.open_step, self._cadence.sample_every
         if every is None:
-            sample = self._next_sample
+            sample = int(min(self._next_sample, self._exact_row(first)))
         elif callable(every):
             ahead = range(first, first + _LOOK_AHEAD)
             due = (step for step in ahead if (n := self._cadence.every(step)) and step % n == 0)
@@ -104,29 +116,44 @@ class Schedule:
         `skipped`: a loss scaler has skipped the update. `now` and `seconds_spent` are those of `Budget.after_sample`.
         """
         self._samples_in_window += 1
+        self.num_measured += 1
         self._num_samples += not skipped
         if self._compared_one_in:
             self._last_compared, self._num_compared = step, self._num_compared + 1
         if self.is_open_ended:
-            charged = seconds_spent - self.seconds_left_out
             on_rows, on_counting = self.seconds_on_rows, self.seconds_on_counting
-            self._own_plan = self._budget.after_sample(step, now, charged, on_rows=on_rows, on_counting=on_counting)
+            if self._cadence.log_every is not None:
+                self.seconds_left_out, on_rows = self.seconds_left_out + on_rows, 0.0
+            left_out = self.seconds_left_out
+            self._own_plan = self._budget.after_sample(
+                step, now - left_out, seconds_spent - left_out, on_rows=on_rows, on_counting=on_counting
+            )
             if self.ranks is None:
-                self._plan = self._own_plan
-            elif self._plan is _UNPLANNED and self._num_samples >= Budget.FIRST:  # at once if a run is resumed
-                self._plan = Plan(every=Budget.FIRST)  # until the first plan of rank 0 takes effect
-            # What a spot check has found is sampled twice, even in debt: the second sample shows whether it stays.
-            self._next_sample = step + 1 if step == self._last_found else self._plan.next_sample(step)
+                self._plan, self._next_row = self._own_plan, step + self._own_plan.row_every
+            elif self._plan is _UNPLANNED and self._num_samples >= _FIRST:  # at once if a run is resumed
+                self._plan = Plan(every=_FIRST)  # until the first plan of rank 0 takes effect
+            self._next_sample = self._plan.next_sample(step)
         self.last_sample, self.seconds_on_rows, self.seconds_on_counting = step, 0.0, 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps since the start, or since a state was loaded."""
+        return self._clock.step - self._first_step
 
     def end_window(self, *, must_agree: bool) -> None:
         """Let the plan of rank 0 take effect: the window has been flushed at the same step on all ranks."""
         if self.ranks is not None:
+            # A plan takes effect at the next flush, and holds until the one after it.
+            num_steps = 2 * max(self._cadence.next_flush(1), self._own_plan.row_every)
+            if self._own_plan is not _UNPLANNED:
+                self._own_plan = replace(self._own_plan, every=self._budget.pace(num_steps))
             self._plan = self.ranks.exchange(self._own_plan, must_agree=must_agree) or self._plan
             self._next_sample = self._plan.next_sample(self.last_sample)
+            self._next_row = self._clock.step + self._plan.row_every
 
     def begin_window(self) -> None:
         """Begin a new window: the last one was flushed or dropped."""
+        self._num_rows += self._samples_in_window > 0
         self._samples_in_window = 0
         self.open()
 
@@ -137,25 +164,10 @@ class Schedule:
         self.begin_window()
 
     def look_closely(self) -> None:
-        """Sample the next steps one by one, as far as the budget's savings allow, because something is unusual."""
-        is_covered = self._budget.look_closely()
-        if is_covered and self.is_open_ended and self.ranks is None and not self.is_sampled:
+        """Sample the next steps one by one, as far as the budget allows, because something is unusual."""
+        is_allowed = self._budget.look_closely()
+        if is_allowed and self.is_open_ended and self.ranks is None and not self.is_sampled:
             self._next_sample = min(self._next_sample, self._clock.open_step + 1)
-
-    @property
-    def may_add_samples(self) -> bool:
-        """Whether a spot check may add samples: the budget of this process decides alone which steps are sampled."""
-        return self.is_open_ended and self.ranks is None and self.trusts_versions
-
-    def plan(self, check: SpotCheck) -> None:
-        """Decide how often a spot check is made until the next sample, and whether the budget covers what it finds."""
-        is_rare = self._clock.step >= self._last_found + LONGEST  # one sample in so many steps, even in debt
-        check.every, check.is_covered = self._budget.checks_every(check.seconds), self._budget.is_covered or is_rare
-
-    def sample_now(self) -> None:
-        """Sample the step that is opened next, and as many after it as the budget allows: a spot check has found it."""
-        self._next_sample = self._last_found = self._clock.open_step
-        self._budget.look_closely()
 
     def distrust_versions(self) -> None:
         """Compare every sample by value from now on: a gradient was modified without a new version."""
@@ -168,6 +180,7 @@ class Schedule:
             "trust_versions": self.trusts_versions,
             "num_samples": self._num_samples,
             "samples_in_window": self._samples_in_window,
+            "num_rows": self._num_rows,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,9 +188,10 @@ class Schedule:
         self.trusts_versions = bool(state["trust_versions"])
         self._num_samples = int(state["num_samples"])
         self._samples_in_window = int(state["samples_in_window"])
+        self._num_rows = int(state["num_rows"])
         self.last_sample = self._last_compared = self._clock.step
-        self._last_found = self._clock.step - LONGEST
-        self._next_sample = self._clock.open_step
+        self._next_sample = self._next_row = self._clock.open_step
+        self._first_step, self.num_measured = self._clock.step, 0
         self._budget.look_closely()  # the first steps show what the rollback or restart changed
         self.open()
 
@@ -201,7 +215,7 @@ class RankPlans:
         """
         number, self._num_flushes = self._num_flushes, self._num_flushes + 1
         if self._leads:
-            self._store.set(str(number), f"{own.every} {own.samples_per_row}")
+            self._store.set(str(number), f"{own.every} {own.row_every}")
             if number >= _KEPT:
                 self._store.delete_key(str(number - _KEPT))
         if not number:
@@ -211,5 +225,5 @@ class RankPlans:
             self._store.wait([key], _WAIT)
         elif not self._store.check([key]):
             return own
-        every, samples_per_row = map(int, self._store.get(key).split())
-        return Plan(every, samples_per_row)
+        every, row_every = map(int, self._store.get(key).split())
+        return Plan(every, row_every)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.baseline import evenly_apart, median_and_scatter
-from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX, number
+from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX, number, when
 from .._measure.columns import BoolArray, FloatArray
 from ..rules import Alert
 from ..rules._base import Finding
@@ -173,15 +173,15 @@ def which_moved_first(history: Snapshot) -> str:
         return ""
     gradient, loss = _onset_in(norm_S, seen_S), _onset_in(loss_S, seen_S)
     if gradient is None:
-        return "" if loss is None else f"The loss left its usual level first, at step {_at(history, loss, loss_S)}."
+        return "" if loss is None else f"The loss left its usual level first, {_at(history, loss, loss_S)}."
     if loss is None:
-        left = f"The gradient norm left its usual level at step {_at(history, gradient, norm_S)}"
+        left = f"The gradient norm left its usual level {_at(history, gradient, norm_S)}"
         return f"{left}." if np.isnan(loss_S[-1]) else f"{left}; the loss has not yet."
     if gradient == loss:
-        return f"The gradient norm and the loss left their usual levels together, at step {int(history.steps[loss])}."
+        return f"The gradient norm and the loss left their usual levels together, {when(history.steps, loss)}."
     first, then = ("gradient norm", "loss") if gradient < loss else ("loss", "gradient norm")
-    begin, end = sorted((int(history.steps[gradient]), int(history.steps[loss])))
-    return f"The {first} left its usual level first, at step {begin}, the {then} at step {end}."
+    begin, end = (when(history.steps, sample) for sample in sorted((gradient, loss)))
+    return f"The {first} left its usual level first, {begin}, the {then} {end}."
 
 
 def _onset_in(values_S: FloatArray, seen_S: BoolArray) -> int | None:
@@ -198,4 +198,4 @@ def _onset_in(values_S: FloatArray, seen_S: BoolArray) -> int | None:
 
 
 def _at(history: Snapshot, sample: int, values_S: FloatArray) -> str:
-    return f"{int(history.steps[sample])} ({number(values_S[sample])})"
+    return f"{when(history.steps, sample)} ({number(values_S[sample])})"

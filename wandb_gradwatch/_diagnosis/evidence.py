@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from .._analysis.baseline import Growth, median_and_scatter, steady_growth
-from .._analysis.formatting import clip_advice, number
+from .._analysis.formatting import clip_advice, number, when
 from .._analysis.layers import DepthTrend, input_scale
 from .._measure.columns import BoolArray, Column, FloatArray, IntArray
 from ..rules._base import FIRST_STEPS, values_of
@@ -62,6 +62,10 @@ class Evidence:
 
     def step(self, sample: int) -> int:
         return int(self.history.steps[sample])
+
+    def when(self, sample: int) -> str:
+        """Return when something changed that this sample shows first: "at step 7", or "between steps 4 and 7"."""
+        return when(self.history.steps, sample)
 
     def note_of(self, sample: int) -> str:
         """Return the user's note about a sample as the end of a sentence; "" without one."""

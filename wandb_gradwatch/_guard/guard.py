@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from .._analysis.baseline import limit_of
 from .._analysis.memory import PerKind, Remembers
+from .._arguments import check, check_flags, check_function, is_number, is_whole
 from ..snapshot import Snapshot
 
 # P watched parameters
@@ -77,11 +78,10 @@ def judge_of_norms(
     *, threshold: float | None, factor: float | None, stds: float | None, window: int, default_factor: float
 ) -> NormLimits:
     """Build limits from the user's values only; without any value, the default limits with `default_factor`."""
-    for name, value, least in (("threshold", threshold, 0), ("factor", factor, 1), ("stds", stds, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= least):
-            raise ValueError(f"{name}={value!r} must be a number, at least {least}, or None")
-    if isinstance(window, bool) or not isinstance(window, int) or window < 2:
-        raise ValueError(f"window={window!r} must be a number of steps, at least 2")
+    for name, value in (("threshold", threshold), ("stds", stds)):  # at 0 every norm, or every second one, exceeds it
+        check(value is None or (is_number(value) and value > 0), name, value, "a number above 0, or None")
+    check(factor is None or (is_number(factor) and factor >= 1), "factor", factor, "a number, at least 1, or None")
+    check(is_whole(window) and window >= 2, "window", window, "a whole number of steps, at least 2")
     usual: dict[str, Any] = {"window": window, "warmup": min(NormLimits.warmup, window)}
     if threshold is None and factor is None and stds is None:
         return NormLimits(min_factor=default_factor, **usual)
@@ -116,7 +116,9 @@ class SkipGuard(Remembers):
     as much as a sample without histogram and parameter norms, plus a dozen operations on scalars.
 
     Args:
-        is_bad: replaces the limits: a function that gets a snapshot of the step and returns True to skip the step.
+        is_bad: replaces the limits: a function that gets a snapshot of the step and returns True to skip the step. The
+            snapshot's `metrics` have `gradwatch/learning_rate` and the step's `gradwatch/loss`. The loss is absent for
+            a step inside the backward, and with several ranks: each has its own, and could decide otherwise.
         max_in_a_row: the largest number of consecutive skipped steps.
         then: what follows beyond that: "raise" a TooManySkippedStepsError from optimizer.step(), or "continue" and
             apply the step.
@@ -130,6 +132,7 @@ class SkipGuard(Remembers):
 
     Raises:
         ValueError: a limit is invalid.
+        TypeError: `is_bad` is not a function, or `replay` not a bool.
     """
 
     is_bad: StepJudge | None = None
@@ -145,10 +148,11 @@ class SkipGuard(Remembers):
     norms: NormLimits = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.max_in_a_row < 1:
-            raise ValueError(f"max_in_a_row={self.max_in_a_row!r} must be at least 1")
-        if self.then not in ("raise", "continue"):
-            raise ValueError(f'then={self.then!r} must be "raise" or "continue"')
+        check_function("SkipGuard()", "is_bad", self.is_bad, "a function from a snapshot to True (skip the step)")
+        is_limit = is_whole(self.max_in_a_row) and self.max_in_a_row >= 1
+        check(is_limit, "max_in_a_row", self.max_in_a_row, "a whole number of steps, at least 1")
+        check(self.then in ("raise", "continue"), "then", self.then, '"raise" or "continue"')
+        check_flags("SkipGuard()", replay=self.replay)
         if self.is_bad is not None and (self.threshold, self.factor, self.stds) != (None, None, None):
             raise ValueError("SkipGuard() was given is_bad= and limits of the norm; pass is_bad=, or the limits")
         self.norms = judge_of_norms(

@@ -31,7 +31,7 @@ from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, is_sharded, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
-from .._transfer.transfers import Names, PinnedPool, Transfer
+from .._transfer.transfers import Found, Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
 from .guard import SkipGuard, honours_found_inf
 from .rank_consensus import RankConsensus, refuse_guard
@@ -105,11 +105,21 @@ class StepSkipping(Listener):
         self._num_withheld: Tensor | float = 0.0  # number of withheld steps since the last sample
 
     def decide(
-        self, optimizer: Optimizer, step: int, entries: Sequence[Entry], version: int, *, inside_backward: bool
+        self,
+        optimizer: Optimizer,
+        step: int,
+        entries: Sequence[Entry],
+        version: int,
+        *,
+        inside_backward: bool,
+        found: Mapping[str, Found],
     ) -> None:
         """Decide whether this optimizer's next step uses its gradients; the open sample has the rows of its entries.
 
         Inside the backward gradients arrive one by one, so only non-finite ones count: the total norm is unknown.
+
+        Args:
+            found: what else is known of the open sample, by key, for a guard's function.
         """
         self.learn()
         consensus = self._consensus(entries, version)
@@ -119,7 +129,7 @@ class StepSkipping(Listener):
             return
         if self._guard.is_bad is not None:
             with raised_to_the_user():
-                bad = bool(self._guard.is_bad(self._peek(slots, step)))
+                bad = bool(self._guard.is_bad(self._peek(slots, step, found)))
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
         limit = math.inf if inside_backward else self._guard.norms.limit(*self._present(slots))
@@ -153,12 +163,20 @@ class StepSkipping(Listener):
         present_P[list(slots)] = True
         return names, present_P
 
-    def _peek(self, slots: Sequence[int], step: int) -> Snapshot:
+    def _peek(self, slots: Sequence[int], step: int, found: Mapping[str, Found]) -> Snapshot:
         """Return the open sample with only these slots. Waits for the device."""
-        known, here = self._known(), list(slots)
+        known, here, open_sample = self._known(), list(slots), self._window.peek(found)
         rows_PC = np.full((len(known.names), NUM_COLUMNS), np.nan)
-        rows_PC[here] = self._window.peek()[here]
-        return Snapshot(np.array([step]), known.names, rows_PC[None], trainable=np.array(known.trainable, dtype=bool))
+        rows_PC[here] = open_sample.rows[here]
+        return Snapshot(
+            np.array([step]),
+            known.names,
+            rows_PC[None],
+            loss_scale=np.array([open_sample.loss_scale]),
+            skipped=np.array([open_sample.skipped]),
+            trainable=np.array(known.trainable, dtype=bool),
+            metrics={key: np.array([value]) for key, value in open_sample.metrics.items()},
+        )
 
     def abstain(self, entries: Sequence[Entry], version: int) -> None:
         """Abstain from a step that is not checked on this rank, so that ranks that check it do not wait."""

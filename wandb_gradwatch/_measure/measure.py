@@ -78,6 +78,13 @@ def sum_sq(tensors: Sequence[Tensor]) -> Tensor:
     return measure_received(tensors)[:, 0]
 
 
+def check_backend(backend: str) -> None:
+    """Raise a ValueError for a backend that is unknown."""
+    if backend not in ("auto", *BACKENDS):
+        names = ", ".join(f'"{name}"' for name in BACKENDS)
+        raise ValueError(f'backend={backend!r} is unknown; choose "auto" or one of {names}')
+
+
 def resolve_backend(backend: str, device: torch.device, example_name: str) -> str:
     """Return the name of the backend that measures gradients on a device.
 
@@ -90,11 +97,9 @@ def resolve_backend(backend: str, device: torch.device, example_name: str) -> st
         ValueError: the backend is unknown.
         RuntimeError: the backend cannot run on that device.
     """
+    check_backend(backend)
     if backend == "auto":
         return _best_backend(device)
-    if backend not in BACKENDS:
-        names = ", ".join(f'"{name}"' for name in BACKENDS)
-        raise ValueError(f'backend={backend!r} is unknown; choose "auto" or one of {names}')
     only_device = _DEVICE_OF.get(backend, device.type)
     if device.type != only_device:
         raise RuntimeError(

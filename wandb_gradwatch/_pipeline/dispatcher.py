@@ -38,7 +38,6 @@ class News:
     is_untraced: bool = False  # a gradient was modified although its version counter had not changed
     titles: set[str] = field(default_factory=set)  # of the alerts that were sent
     seconds_on_rows: float = 0.0  # time for writing windows
-    seconds_on_alerts: float = 0.0  # time for diagnosing and sending alerts
 
 
 class Dispatcher:
@@ -139,19 +138,22 @@ class Dispatcher:
         said.first, said.newest = said.first or text, text
         return is_new
 
-    def close(self) -> None:
-        """Log the counts of repeated messages and of alerts, and close the sinks."""
+    def close(self, *, num_measured: int, num_steps: int) -> None:
+        """Log the counts of repeated messages, say how the training went in one line, and close the sinks."""
         for said in self._said.values():
             if said.count > 1:
                 logger.warning("wandb_gradwatch: %d times in all measured steps: %s", said.count, said.first)
-        if self._first_alert is not None:
-            self._say(self._ending(self._first_alert))
+        self._say(self._ending(num_measured, num_steps))
         self._call_sinks("close")
 
-    def _ending(self, first: Alert) -> str:
-        """A text with the number of alerts, the first alert, and the command that shows the page."""
-        others = f", the first at step {first.step}" if self._num_alerts > 1 else f" at step {first.step}"
-        ending = f"{self._num_alerts} alert{'s' if self._num_alerts > 1 else ''}{others}: {first.title}."
+    def _ending(self, num_measured: int, num_steps: int) -> str:
+        """A line with the alerts and the number of measured steps, and the command that shows the page."""
+        measured = f"{num_measured:,} of {num_steps:,} step{'' if num_steps == 1 else 's'} measured"
+        if (first := self._first_alert) is None:
+            ending = f"no alert in {measured}." if num_measured else f"nothing is known: {measured}."
+        else:
+            others = f"{self._num_alerts} alerts, the first" if self._num_alerts > 1 else "1 alert,"
+            ending = f"{others} at step {first.step}: {first.title}; {measured}."
         for files in self._directories():  # the run's `files` folder; `view` reads its parent
             return f"{ending} To see the page of the run: wandb-gradwatch view {shlex.quote(str(near(files.parent)))}"
         return ending

@@ -5,7 +5,6 @@ for the optimizers that it follows, once per outermost step.
 """
 
 import functools
-import math
 import sys
 import threading
 import weakref
@@ -302,11 +301,11 @@ class StepHooks(Listeners):
             if step.optimizer is optimizer:
                 break
 
-    def count_quickly(self, optimizer: Optimizer, clock: Any) -> QuickCount | None:
+    def count_quickly(self, optimizer: Optimizer, clock: Any, *, until: float) -> QuickCount | None:
         """Count steps of this optimizer in `clock.step` from now on, up to `until`; None with several listeners."""
         if len(self._listeners) > 1:
             return None
-        self._quick = QuickCount(weakref.ref(optimizer), clock, -math.inf)
+        self._quick = QuickCount(weakref.ref(optimizer), clock, until)
         return self._quick
 
     def end_quick_count(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .._measure.columns import NUM_COLUMNS, RECEIVED_COLUMNS, Column, FloatArray
+from .._measure.columns import NUM_COLUMNS, RECEIVED_COLUMNS, Column
 from .._measure.elements import Measurement, onto, wide_dtype
 from .device_buffer import DeviceBuffer
 from .transfers import (
@@ -135,12 +135,13 @@ class SampleBuffer:
         for buffer in self._everywhere():
             buffer.forget_sample()
 
-    def peek(self) -> FloatArray:
-        """The open sample's rows [P, C]. Waits for the device, because the guard must decide before the step."""
+    def peek(self, found: Mapping[str, Found]) -> ArrivedSample:
+        """The open sample with these values by key. Waits for the device: the guard must decide before the step."""
         rows = [self._pinned_pool.send(buffer.rows) for buffer in self._everywhere()]
-        peeked = SampleTransfer(Sample(0, False, ()), self._num_names, rows)
+        packed, known = self._packed(found)
+        peeked = SampleTransfer(Sample(0, False, ()), self._num_names, rows, found=packed, known=known)
         peeked.arrived(wait=True)
-        return peeked.unpack().rows.copy()
+        return peeked.unpack()
 
     def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
         """Send the open sample and the probes' values by key to the host, and open the next sample."""
@@ -160,15 +161,18 @@ class SampleBuffer:
         received = [send(buffer.received) for buffer in buffers if buffer.received is not None]
         for buffer in buffers:
             buffer.forget_sample()
+        self.sent.append(SampleTransfer(sample, self._num_names, rows, earlier, received, *self._packed(found or {})))
+
+    def _packed(self, found: Mapping[str, Found]) -> tuple[list[ProbeTransfer], dict[str, float]]:
+        """Send the values that are on devices, and return their transfers and the values on the host."""
         known: dict[str, float] = {}
         by_device: dict[torch.device, dict[str, OnDevice]] = {}
-        for key, value in (found or {}).items():
+        for key, value in found.items():
             if isinstance(value, float):
                 known[key] = value
             else:
                 by_device.setdefault(values_of(value).device, {})[key] = value
-        packed = [ProbeTransfer(values, self._pinned_pool) for values in by_device.values()]
-        self.sent.append(SampleTransfer(sample, self._num_names, rows, earlier, received, packed, known))
+        return [ProbeTransfer(values, self._pinned_pool) for values in by_device.values()], known
 
     def open_histogram(self) -> dict[str, Any]:
         """The open window's histogram counts [P, B], None if there are none, and its steps. Waits for the device."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from .._capture.parameter_registry import Models, with_prefixes
 from .._runtime.sharding import has_shards, rank
-from .._watch import COMPANIONS, watch
+from .._watch import COMPANIONS, check_options, watch
 from .._watcher import Watcher
 from ..metrics._metric import rules_of
 from ..rules import Alert, Rule, default_rules, rule
@@ -45,7 +45,7 @@ class _AlertLog(Sink):
 class Session:
     """The watcher of one training, from the first step to the last, including checkpoints and resuming.
 
-    Options that are not arguments of watch(), or are reserved, raise a TypeError when the callback is made.
+    Options that are not arguments of watch(), are reserved or are invalid raise an error when the callback is made.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Session:
         options: Mapping[str, Any],  # the user's arguments for watch()
         *,
         reserved: Iterable[str],  # arguments of watch() that the caller sets itself
+        run: Any = None,  # that the user gave, to check it with the other arguments
         on_sample: Callable[[Snapshot], None] | None = None,  # None: samples are kept until `take`
     ) -> None:
         known = [name for name in inspect.signature(watch).parameters if name not in {"model", *reserved}]
@@ -61,6 +62,7 @@ class Session:
             raise TypeError(
                 f"{caller} got an unexpected argument {unknown[0]!r}; of watch()'s arguments it accepts {known}"
             )
+        check_options({**options, "run": run})
         self.watcher: Watcher | None = None
         self.options = dict(options)
         self._arrived: list[Snapshot] = []

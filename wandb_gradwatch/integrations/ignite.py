@@ -11,19 +11,21 @@ from typing import Any
 
 import numpy as np
 
+from .._arguments import check, check_flags, check_function, is_number
 from .._capture.parameter_registry import Models, with_prefixes
 from .._capture.probes import WatchedTensor
 from .._guard.guard import NormLimits, SkipGuard, judge_of_norms
 from .._measure.measure import measure_received
 from .._runtime.error_boundary import raised_to_the_user
-from .._runtime.sharding import has_shards
+from .._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, has_shards
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot
 from ._session import Session, Watching, active_run, named, require
 
 _Present = tuple[tuple[str, ...], tuple[bool, ...]]  # names, and which of them have a gradient
 
-_Events: Any = require("ignite.engine", extra="ignite").Events
+_ignite: Any = require("ignite.engine", extra="ignite")
+_Engine, _Events = _ignite.Engine, _ignite.Events
 
 
 class GradWatch(Watching):
@@ -67,8 +69,8 @@ class GradWatch(Watching):
         watch_options: further arguments of `wandb_gradwatch.watch`: scaler, log_every, rules, include, ...
 
     Raises:
-        ValueError: a limit is out of range, or `rule` is combined with limits.
-        TypeError: an argument is not one of `wandb_gradwatch.watch`.
+        ValueError: an argument is out of range, `rule` is combined with limits, or DeepSpeed trains the model.
+        TypeError: an argument has the wrong type, or is not one of `wandb_gradwatch.watch`.
 
     Cost: one additional pass over the gradients and one read from the device for each backward before an update;
     `skip` adds one read per update.
@@ -93,10 +95,17 @@ class GradWatch(Watching):
         reserved = ("run", "start_step", "sample_every", *(("guard",) if skip else ()))
         # Shown at once, so that handlers of ITERATION_COMPLETED, such as loggers, find the sample in the metrics.
         self._session = Session(
-            type(self).__name__, watch_options, reserved=reserved, on_sample=_while_alive(self._show)
+            type(self).__name__, watch_options, reserved=reserved, run=run, on_sample=_while_alive(self._show)
         )
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm={max_norm!r} must be a positive number or None")
+        models = [module for _, module in with_prefixes(model, asked_by="GradWatch()")]
+        if has_deepspeed(models):
+            raise ValueError(f"GradWatch(): {DEEPSPEED_REFUSED}")
+        is_limit = max_norm is None or (is_number(max_norm) and max_norm > 0)
+        check(is_limit, "max_norm", max_norm, "a positive number or None")
+        check_function("GradWatch()", "rule", rule, "a function from a norm to True (a spike) or False")
+        check_function("GradWatch()", "on_spike", on_spike, "a function of the engine")
+        check_flags("GradWatch()", skip=skip, per_layer=per_layer)
+        check(isinstance(prefix, str), "GradWatch(): prefix", prefix, "a string", TypeError)
         if rule is not None and (max_norm, stds, factor) != (None, None, None):
             raise ValueError("GradWatch() got both rule= and limits of the norm; pass either rule= or the limits")
         self._usual = judge_of_norms(threshold=max_norm, factor=factor, stds=stds, window=window, default_factor=5.0)
@@ -118,7 +127,15 @@ class GradWatch(Watching):
 
         Raises:
             ValueError: `skip=True` with a sharded model, of which no rank knows the whole norm before the update.
+            TypeError: engine is not an Engine of Ignite.
         """
+        check(
+            isinstance(engine, _Engine),
+            "attach(): engine",
+            engine,
+            "the ignite.engine.Engine of the training",
+            TypeError,
+        )
         if self._skip and has_shards([module for _, module in with_prefixes(self._model)]):
             raise ValueError(
                 "GradWatch(skip=True) cannot judge a sharded model before its update, because each rank has only a "

@@ -15,13 +15,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from .._arguments import check, check_flags, is_number, is_whole
 from .._capture.scaling import scale_tensor
 from .._measure.elements import onto
 from ..rules import ExplodingGradient, Rule, default_rules
 from ..sinks import WandbSink
 from ..snapshot import Snapshot
 from ..snapshot._arrays import last_present
-from ._session import DEFAULT_LOG_EVERY, Session, Watching, active_run, is_due, named, require
+from ._session import Session, Watching, active_run, is_due, named, require
 
 # The Callback base class of each of the two packages that is imported; trainers before 2.6 check for theirs.
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -64,8 +65,8 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         watch_options: further arguments of `wandb_gradwatch.watch`: rules, guard, include, group_by, ...
 
     Raises:
-        ValueError: log_every_n_steps or explosion_threshold is out of range.
-        TypeError: an argument is not one of `wandb_gradwatch.watch`.
+        ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type, or is not one of `wandb_gradwatch.watch`.
     """
 
     step_prefix: str = "train/"
@@ -86,10 +87,14 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         **watch_options: Any,
     ) -> None:
         super().__init__()
-        if log_every_n_steps is not None and (not isinstance(log_every_n_steps, int) or log_every_n_steps < 0):
-            raise ValueError(f"log_every_n_steps={log_every_n_steps!r} must be a number of steps, 0 for never, or None")
-        if explosion_threshold is not None and not explosion_threshold > 0:
-            raise ValueError(f"explosion_threshold={explosion_threshold!r} must be a positive number or None")
+        is_cadence = log_every_n_steps is None or (is_whole(log_every_n_steps) and log_every_n_steps >= 0)
+        check(is_cadence, "log_every_n_steps", log_every_n_steps, "a number of steps, 0 for never, or None")
+        is_limit = explosion_threshold is None or (is_number(explosion_threshold) and explosion_threshold > 0)
+        check(is_limit, "explosion_threshold", explosion_threshold, "a positive number or None")
+        for name, prefix in (("step_prefix", step_prefix), ("epoch_prefix", epoch_prefix)):
+            check(isinstance(prefix, str | None), name, prefix, "a string or None", TypeError)
+        caller = type(self).__name__
+        check_flags(f"{caller}()", track_epochs=track_epochs, per_layer=per_layer, track_sparsity=track_sparsity)
         self.log_every_n_steps = log_every_n_steps
         if step_prefix is not None:  # a subclass may have a property in place of the attribute
             self.step_prefix = step_prefix
@@ -100,7 +105,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         self.track_sparsity = track_sparsity
         self.explosion_threshold = explosion_threshold
         self._run = run
-        self._session = Session(type(self).__name__, watch_options, reserved=("run", "log_every", "start_step"))
+        self._session = Session(caller, watch_options, reserved=("run", "log_every", "start_step"), run=run)
         self._trainer: weakref.ref[Any] | None = None  # set during a fit
         self._places: dict[int, _BatchPlace] = {}  # places of samples that have not arrived, by step
         self._new: list[tuple[_BatchPlace, Snapshot]] = []  # arrived, and not yet in the epoch's statistics
@@ -223,7 +228,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
             beside=[callback.watcher for callback in ours if callback is not self and callback.watcher is not None],
             goes_on=trainer.global_step > 0,
             defaults=self._default_rules,
-            log_every=every or DEFAULT_LOG_EVERY,  # without rows, alerts still need windows
+            log_every=every or None,  # without rows, alerts still need windows
             sinks=[_NamedWandbSink(run, numbers_of, **of_rows) for run in _runs_of(trainer, self._run)],
         )
 

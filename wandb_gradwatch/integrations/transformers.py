@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from .._arguments import check, check_flags, is_whole
 from ..snapshot import keys
 from ._session import DEFAULT_LOG_EVERY, Session, Watching, active_run, is_due, logger, named, require
 
@@ -51,16 +52,18 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
         watch_options: further arguments of `wandb_gradwatch.watch`: rules, guard, include, group_by, ...
 
     Raises:
-        ValueError: log_every is not a positive integer.
-        TypeError: an argument is not one of `wandb_gradwatch.watch`.
+        ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type, or is not one of `wandb_gradwatch.watch`.
     """
 
     def __init__(
         self, *, log_every: int | None = None, per_layer: bool = False, run: Any = None, **watch_options: Any
     ) -> None:
-        if log_every is not None and (not isinstance(log_every, int) or log_every < 1):
-            raise ValueError(f"log_every={log_every!r} must be a number of optimizer steps, at least 1, or None")
-        self._session = Session(type(self).__name__, watch_options, reserved=("run", "log_every", "start_step"))
+        is_cadence = log_every is None or (is_whole(log_every) and log_every >= 1)
+        check(is_cadence, "log_every", log_every, "a number of optimizer steps, at least 1, or None")
+        caller = type(self).__name__
+        check_flags(f"{caller}()", per_layer=per_layer)
+        self._session = Session(caller, watch_options, reserved=("run", "log_every", "start_step"), run=run)
         self.log_every = log_every
         self.per_layer = per_layer
         self._run = run

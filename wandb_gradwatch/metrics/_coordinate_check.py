@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._arguments import check, is_number
 from .._capture.parameter_registry import NameFilter
 from .._measure.columns import FloatArray
 from ._forward_hooks import Match, ModuleIndex
@@ -96,12 +97,15 @@ def coordinate_check(
 
     Raises:
         ValueError: fewer than two widths; no batch; a check step outside 1 to len(batches); match matches nothing.
+        TypeError: make_model, make_optimizer or loss is not a function.
 
     Memory: two copies of one model, and two copies of the layers' inputs on one batch.
     """
+    for name, function in (("make_model", make_model), ("make_optimizer", make_optimizer), ("loss", loss)):
+        check(callable(function), f"coordinate_check(): {name}", function, "a function", TypeError)
     steps = sorted({len(batches)} if check_steps is None else set(check_steps))
-    if len(set(widths)) < 2:
-        raise ValueError(f"coordinate_check(): widths={widths!r} must hold at least two widths to compare")
+    are_widths = all(is_number(width) and width > 0 for width in widths) and len(set(widths)) > 1
+    check(are_widths, "coordinate_check(): widths", widths, "at least two widths to compare, all above 0")
     if not batches or not steps or steps[0] < 1 or steps[-1] > len(batches):
         raise ValueError(
             f"coordinate_check(): steps {steps} are to be checked, but there are {len(batches)} batches; pass a batch "

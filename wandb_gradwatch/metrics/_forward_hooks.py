@@ -22,6 +22,7 @@ from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.sharding import has_fsdp1
 from .._runtime.wrappers import TransientHook, named_modules, named_tensors
+from ._code_references import refer_to
 from ._rows import Dims
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -105,6 +106,15 @@ class Match:
             first = ", ".join(map(repr, known[:3])) or "none at all"
             raise ValueError(f"{self._owner} with match={self._match!r} matches no {what}; the first names are {first}")
         return chosen
+
+    def require_module(self, modules: Mapping[str, nn.Module]) -> None:
+        """Raise a ValueError if no module is chosen and no tensor that a module logs can be chosen.
+
+        The names of these tensors are not known before the forward; they have no class.
+        """
+        is_class = isinstance(self._match, type)
+        if not any(map(self.chooses, modules)) and (is_class or not refer_to(_LOGGING, modules.values())):
+            self.require("module", modules)
 
 
 class ForwardHooks:
@@ -281,10 +291,4 @@ class MonitorMixin:
     log_attention = log_attention
 
 
-def hands_over(module: nn.Module) -> bool:
-    """Return whether a module's code logs tensors itself, by mixin or function; their names are not known yet."""
-    if isinstance(module, MonitorMixin):
-        return True
-    methods = (method for cls in type(module).__mro__ if cls is not nn.Module for method in vars(cls).values())
-    codes = (code for method in methods if (code := getattr(method, "__code__", None)) is not None)
-    return any({"log_tensor", "log_attention"} & {*code.co_names} for code in codes)
+_LOGGING: Final = (log_tensor, log_attention, MonitorMixin)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
+from .._arguments import check, is_whole
 from .._capture.parameter_registry import Models, NameFilter, with_prefixes
 from .._capture.probes import Probe, WatchedTensor
 from .._interruptions import raise_interruption
@@ -17,7 +18,7 @@ from .._runtime.sharding import is_sharded
 from .._runtime.wrappers import is_measurable
 from ..rules import Rule
 from ..snapshot import keys
-from ._forward_hooks import AttentionCall, Match, ModuleIndex, hands_over, logger
+from ._forward_hooks import AttentionCall, Match, ModuleIndex, logger
 from ._module_probe import ForwardProbe, ModuleProbe, SubjectProbe
 from ._rows import Dims, Store, labelled, slices, tensor_name, tensors_in, widened
 from ._rules import POOLED
@@ -77,17 +78,17 @@ class Metric:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or set(self.name) & {"/", ".", "*"}:
             raise ValueError(f"Metric({self.name!r}, ...): the name must be a word without slashes, dots and stars")
-        if not callable(self.fn):
-            raise TypeError(f"{self}: fn={self.fn!r} must be a function of a tensor")
-        if self.on not in SUBJECTS:
-            raise ValueError(f"{self}: on={self.on!r} must be one of {SUBJECTS}")
-        if not callable(self.aggregate) and self.aggregate not in _REDUCTIONS:
-            raise ValueError(f"{self}: aggregate={self.aggregate!r} must be one of {(*_REDUCTIONS,)} or a function")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"{self}: every={self.every!r} must be a whole number of sampled steps, at least 1")
+        check(callable(self.fn), f"{self}: fn", self.fn, "a function of a tensor", TypeError)
+        check(self.on in SUBJECTS, f"{self}: on", self.on, f"one of {SUBJECTS}")
+        reductions = (*_REDUCTIONS,)
+        is_known = callable(self.aggregate) or self.aggregate in reductions
+        check(is_known, f"{self}: aggregate", self.aggregate, f"one of {reductions} or a function")
+        is_cadence = is_whole(self.every) and self.every >= 1
+        check(is_cadence, f"{self}: every", self.every, "a whole number of sampled steps, at least 1")
         named = self.dims.items() if isinstance(self.dims, Mapping) else [(None, "")]
-        if self.dims is not None and not all(isinstance(d, int) and isinstance(name, str) for d, name in named):
-            raise ValueError(f'{self}: dims={self.dims!r} must name dimensions, as in {{0: "head"}}')
+        is_named = self.dims is None or all(is_whole(d) and isinstance(name, str) for d, name in named)
+        check(is_named, f"{self}: dims", self.dims, 'dimensions with their names, as in {0: "head"}')
+        _ = self.names  # raises if `match` is invalid
 
     def __str__(self) -> str:
         return f"Metric({self.name!r}, on={self.on!r})"
@@ -163,10 +164,21 @@ def probes_of(metrics: Sequence[MetricLike], models: Models, watched: Collection
         TypeError: an element of metrics is neither a Metric nor a probe.
         ValueError: a metric matches nothing, or fails on a tensor that it matches; two would log under the same keys.
     """
+    check_metrics(metrics)
     probes = _probes_in(metrics)
     bound = ModuleIndex(with_prefixes(models), watched=watched)
     if custom := [metric for metric in metrics if isinstance(metric, Metric)]:
         probes.append(FunctionMetrics(custom))
+    for number, router in enumerate((probe for probe in probes if isinstance(probe, Router)), start=1):
+        router.pooled = POOLED if number == 1 else f"{POOLED}_{number}"
+    for probe in probes:
+        probe.move_to(bound)
+    return list(probes)
+
+
+def check_metrics(metrics: Sequence[MetricLike]) -> None:
+    """Raise a TypeError for anything that is not a metric, and a ValueError for two that log under the same keys."""
+    _probes_in(metrics)
     for one, other in itertools.combinations(metrics, 2):
         if (both := one.logs & other.logs) and not (type(one) is type(other) and one.may_be_several):
             family, name = min(both)
@@ -174,11 +186,6 @@ def probes_of(metrics: Sequence[MetricLike], models: Models, watched: Collection
                 f"metrics: {one} and {other} would both log under {family}/<name>/{name}; give one of them another "
                 "name, or leave it out"
             )
-    for number, router in enumerate((probe for probe in probes if isinstance(probe, Router)), start=1):
-        router.pooled = POOLED if number == 1 else f"{POOLED}_{number}"
-    for probe in probes:
-        probe.move_to(bound)
-    return list(probes)
 
 
 def rules_of(metrics: Sequence[MetricLike]) -> list[Rule]:
@@ -225,9 +232,8 @@ class FunctionMetrics(SubjectProbe, ForwardProbe):
                 if chosen and not models.uses_fsdp1:
                     name = min(chosen, key=lambda one: there[one].numel())
                     _try_out(metric, name, there[name])
-            # Tensors that modules log themselves are unknown before the forward, so a match cannot be checked.
-            elif not any(map(hands_over, modules.values())):
-                metric.names.require("module", modules)
+            else:
+                metric.names.require_module(modules)
         if any(metric.on == keys.ACTIVATION for metric in self._metrics):
             self.hook_into(models)
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from .._arguments import check, check_flags, is_number
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
 from .._capture.scaling import SCALERS, scale_tensor
@@ -18,7 +19,7 @@ from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import is_sharded
 from .._runtime.wrappers import is_measurable, leaves_in, unwrapped
 from ..snapshot import keys
-from ._forward_hooks import ForwardHooks, Match, ModuleFilter, ModuleIndex, hands_over, logger
+from ._forward_hooks import ForwardHooks, Match, ModuleFilter, ModuleIndex, logger
 from ._metric import Metric
 from ._module_probe import ForwardProbe, Layout, SubjectProbe
 from ._rows import HISTOGRAM, STATISTICS, Dims, RowTally, Store, check_names, slices, tensor_name, tensors_in, widened
@@ -58,8 +59,9 @@ class Activations(ForwardProbe):
         per matching module, with `evaluation` 2 us.
 
     Raises:
-        ValueError: `statistics` or `of` has an unknown name, or "grad" with `evaluation`; watch() raises it if match
-            matches nothing.
+        ValueError: `statistics` or `of` has an unknown name, or "grad" with `evaluation`; dead_threshold is negative;
+            watch() raises it if match matches nothing.
+        TypeError: evaluation is not a bool.
     """
 
     def __init__(
@@ -71,13 +73,16 @@ class Activations(ForwardProbe):
         dead_threshold: float = 0.0,
         evaluation: bool = False,
     ) -> None:
+        check_names(f"Activations(): statistics={statistics!r}", statistics, (*STATISTICS, HISTOGRAM))
+        check_names(f"Activations(): of={of!r}", of, _OF)
+        check_flags("Activations()", evaluation=evaluation)
+        if evaluation and "grad" in of:
+            raise ValueError(f'Activations(): of={of!r} has "grad", but an evaluation has no backward')
+        is_threshold = is_number(dead_threshold) and dead_threshold >= 0
+        check(is_threshold, "Activations(): dead_threshold", dead_threshold, "a number, at least 0")
         self._rows = RowTally(statistics, dead_threshold)
         super().__init__(match, self._rows, in_evaluation=evaluation)
-        check_names(f"{self!r}: of={of!r}", of, _OF)
-        if evaluation and "grad" in of:
-            raise ValueError(f'{self!r}: of={of!r} has "grad", but an evaluation has no backward')
         self._of = frozenset(of)
-        check_names(f"{self!r}: statistics={statistics!r}", statistics, (*STATISTICS, HISTOGRAM))
         self.logs = frozenset((keys.ACTIVATION, statistic) for statistic in statistics)
         self.brings = (NonFiniteActivation,) if "num_nonfinite" in statistics else ()
         self._has_histograms = HISTOGRAM in statistics
@@ -88,8 +93,7 @@ class Activations(ForwardProbe):
         # The ids of the models' parameters identify their optimizer, and so the gradient scaler.
         self._parameters = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         self.hook_into(models)
-        if not any(map(hands_over, modules.values())):
-            self._match.require("module", modules)
+        self._match.require_module(modules)
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, hooked = (f"{name}.eval" if self._in_evaluation else name), name
@@ -200,6 +204,8 @@ class Reference(SubjectProbe, ForwardProbe):
                 "pass a copy of the model"
             )
         self._activations = None if activations is None else Match(activations, "Reference()")
+        is_mapping = functions is None or isinstance(functions, Mapping)
+        check(is_mapping, "Reference(): functions", functions, "a dict from name to function, or None", TypeError)
         self._functions = dict(functions or {})
         for name, function in self._functions.items():
             if name in (_DISTANCE.norm, _DISTANCE.ratio):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._arguments import check, is_number
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
 from .._measure.elements import onto, upload, wide_dtype
@@ -73,13 +74,15 @@ class Updates(SubjectProbe, ParameterProbe):
     one parameter's change at a time, in float32 if the parameter is half precision.
 
     Raises:
-        ValueError: by watch(): match matches nothing, or the matching parameters exceed max_mib.
+        ValueError: max_mib is not above 0; watch() raises it if match matches nothing, or the matching parameters
+            exceed max_mib.
     """
 
     logs, unseen = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}), _NO_OPTIMIZER
 
     def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
         super().__init__(match)
+        check(is_number(max_mib) and max_mib > 0, "Updates(): max_mib", max_mib, "a number of MiB above 0")
         self._max_mib = max_mib
 
     def bind(self, models: ModuleIndex) -> None:
@@ -305,7 +308,7 @@ class Spectrum(SubjectProbe, ParameterProbe):
 
     def __init__(self, match: NameFilter | None = None, *, of: Sequence[str] = (keys.PARAMETER,)) -> None:
         super().__init__(match)
-        check_names(f"Spectrum(of={of!r})", of, _SUBJECTS)
+        check_names(f"Spectrum(): of={of!r}", of, _SUBJECTS)
         self._of = tuple(of)
         self.logs = frozenset((subject, name) for subject in of for name in _NAMES)
         self._vectors: dict[str, Tensor] = {}  # by key: [N]

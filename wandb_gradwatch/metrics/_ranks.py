@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._arguments import check, is_number, is_whole
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
 from .._measure.columns import FloatArray
@@ -67,8 +68,9 @@ class Ranks(OwnGradientProbe):
 
     def __init__(self, match: NameFilter | None = None, *, checksum_every: int = 10) -> None:
         super().__init__(match)
-        if isinstance(checksum_every, bool) or not isinstance(checksum_every, int) or checksum_every < 0:
-            raise ValueError(f"Ranks(checksum_every={checksum_every!r}) must be a number of sampled steps, 0 for never")
+        is_cadence = is_whole(checksum_every) and checksum_every >= 0
+        what = "a number of sampled steps, 0 for never"
+        check(is_cadence, "Ranks(): checksum_every", checksum_every, what)
         self._checksum_every = checksum_every
         self._num_due = 0
         self._clock = time.perf_counter
@@ -229,10 +231,9 @@ class NoiseScale(OwnGradientProbe):
     ) -> None:
         super().__init__(match)
         self._group_of = group_function(group_by)
-        if batch_size is not None and (isinstance(batch_size, bool) or not batch_size > 0):
-            raise ValueError(
-                f"NoiseScale(batch_size={batch_size!r}) must be the number of examples of a micro-batch, or of a rank"
-            )
+        is_count = batch_size is None or (is_number(batch_size) and 0 < batch_size < math.inf)
+        what = "the number of examples of a micro-batch, or of a rank; or None"
+        check(is_count, "NoiseScale(): batch_size", batch_size, what)
         self._batch_size = 1 if batch_size is None else batch_size
         self._windows: dict[str, deque[tuple[float, float]]] = {}  # by group: estimates of tr(S) and |G|^2
 

@@ -111,7 +111,8 @@ HISTOGRAM: Final = "histogram"
 
 def check_names(said: str, given: Sequence[str], known: Collection[str]) -> None:
     """Raise a ValueError that begins with `said`, unless `given` is a non-empty sequence of known names."""
-    if isinstance(given, str) or not given or not set(given) <= set(known):
+    is_several = isinstance(given, Collection) and not isinstance(given, str | Mapping)
+    if not is_several or not given or any(name not in known for name in given):
         raise ValueError(f"{said} must be a sequence of names out of {known}")
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .._arguments import check, check_flags, is_whole
 from .._capture.probes import Found
 from .._measure.elements import onto, wide_dtype
 from .._runtime.wrappers import is_measurable
@@ -57,6 +58,7 @@ class Attention(ForwardProbe):
 
     Raises:
         ValueError: `statistics` has an unknown name; watch() raises it if match matches no module.
+        TypeError: weights is not a bool.
     """
 
     unseen = (
@@ -67,12 +69,13 @@ class Attention(ForwardProbe):
     def __init__(
         self, match: ModuleFilter | None = None, *, statistics: Sequence[str] = DEFAULT_STATISTICS, weights: bool = True
     ) -> None:
+        check_names(f"Attention(): statistics={statistics!r}", statistics, STATISTICS)
+        check_flags("Attention()", weights=weights)
         self._rows = RowTally(statistics)
         self._of_weights = Store[str, tuple[Tensor, Tensor]](_merged)  # by module: weight_sums()
         super().__init__(match, self._rows, self._of_weights)
         self._weights = weights
         self.brings = (EntropyCollapse, GrowingLogits) if weights else ()
-        check_names(f"{self!r}: statistics={statistics!r}", statistics, STATISTICS)
 
     def sees(self, name: str, module: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) and self._match.chooses(name)
@@ -246,8 +249,8 @@ class Router(ForwardProbe):
         # [E + 2] per router: the number of tokens of each expert, the sum of the entropies, the number of tokens.
         self._sums = Store[str, Tensor]()
         super().__init__(match, self._sums)
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ValueError(f"Router(top_k={top_k!r}) must be the number of experts that a token goes to")
+        is_count = is_whole(top_k) and top_k >= 1
+        check(is_count, "Router(): top_k", top_k, "the number of experts that a token goes to, at least 1")
         self._top_k = top_k
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

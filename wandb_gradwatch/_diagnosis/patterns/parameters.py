@@ -44,8 +44,8 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
     or the gradient norm grew steadily, and no gradient that was far too large came first."""
     remedy = f"divide the learning rate by 10 or lengthen its warm-up, and {evidence.clip_advice}"
     if (rose := evidence.rate_rise) is not None:
-        when = "at" if rose.at_once else "up to"
-        words = f"it rose from {number(rose.before)} to {number(rose.after)} {when} step {evidence.step(rose.sample)}"
+        when = evidence.when(rose.sample) if rose.at_once else f"up to step {evidence.step(rose.sample)}"
+        words = f"it rose from {number(rose.before)} to {number(rose.after)} {when}"
         parameters = evidence.parameters
         has_leapt = parameters.leap is not None or parameters.change_from(rose.sample) > MAX_LEAP
         has_leapt = has_leapt or parameters.factor_since(rose.since) > _FAR_SINCE
@@ -187,7 +187,7 @@ def _run_away(evidence: Evidence) -> tuple[str, int, int, float] | None:
         return words, begins, len(evidence.loss_S) - 1, _LOWER
     # A loss that is below 0 now and then falls there with other data, too.
     if onset is not None and evidence.gradient_came_first and evidence.is_loss_above_0(onset.sample):
-        words = f"the gradient norm rose {number(onset.factor)}x at step {evidence.step(onset.sample)}"
+        words = f"the gradient norm rose {number(onset.factor)}x {evidence.when(onset.sample)}"
         return None if evidence.has_usual_loss(onset.sample) else (words, onset.sample - 1, onset.sample, _LOWER)
     if half < _FEW:
         return None
