@@ -243,7 +243,7 @@ def test_diff_says_where_runs_part_and_its_status_says_whether(recorded: list[Ru
     assert (parted.exit_code, late.exit_code) == (1, 2)
     assert [line.split("  ")[-1].strip() for line in parted.stdout.splitlines()] == [
         "A and B part at step 150: the gradient of head is 50 times as large in B.",
-        *["abcd1234: Broke at step 50: NaN gradient; recovered by 100"] * 2,
+        *["abcd1234: Broke at step 50: NaN gradient; usual again at the next measured step, 100"] * 2,
         "1 layer, 4 windows, steps 50 to 200",
         "1 of 1",
         "to six digits up to step 100",

@@ -496,7 +496,7 @@ def test_values_of_metrics_are_packed_by_family() -> None:
     _, family = content["grids"]
     assert (family["key"], family["names"], family["histogramNames"]) == ("activation", ["a", "b"], ["d"])
     assert [(metric["key"], metric["signed"]) for metric in family["metrics"]] == [("norm", False), ("mean", True)]
-    assert family["columns"] == [[10, 20], [10, 20]]
+    assert family["columns"] == [[10, 20], [10, 20], [True, True]]
     assert len(family["histograms"]["items"]) == 1
 
 

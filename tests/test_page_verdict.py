@@ -50,39 +50,40 @@ MOODS = {
     "NaN": "bad",
     "Ended": "bad",
     "Unusual": "careful",
-    "Healthy": "good",
+    "No": "good",
 }  # by the first word of the sentence
 SENTENCES: dict[str, RunHistory] = {
     # The window of steps 151 to 160 is row 15; the row of step 170 is the first with usual norms again.
-    "Broke at step 151: learning rate too high; NaN or Inf from 156; recovered by 170": run_of(
+    "Broke at step 151: learning rate too high; NaN or Inf from 156; usual again at step 170": run_of(
         EXPLOSION,
         said("Parameters grow too fast", 153, "learning rate too high (35 %)"),
         said("NaN gradient", 156, NAN),
         norm=at(15, 2.9e22),
         loss=dict.fromkeys(range(156, 160), np.nan),
     ),
-    "Broke at step 201: learning rate too high, or inputs that are not finite; not recovered by step 300": run_of(
+    "Broke at step 201: learning rate too high, or inputs that are not finite; not usual again by step 300": run_of(
         said("NaN gradient", 201, NAN), norm=at(20, np.nan, 30), loss=dict.fromkeys(range(201, 301), np.nan)
     ),
-    "Broke at step 101: one bad batch; recovered by 120": run_of(
+    "Broke at step 101: one bad batch; usual again at step 120": run_of(
         said("Exploding gradient", 101, "one bad batch (of step 101)"), norm=at(10, 50)
     ),
-    "Broke at step 101: aten.log in a, b.py:3, made 2 Inf of 4; recovered by 110": run_of(
+    "Broke at step 101: aten.log in a, b.py:3, made 2 Inf of 4; usual again at the next measured step, 110": run_of(
         said("NaN gradient", 101, f"{FOUND_PREFIX}aten.log in a, b.py:3, made 2 Inf of 4 (at (0,), (1,)).\nIt read")
     ),
-    "Unusual from step 40: saturating activations": run_of(
+    "Unusual from step 40 or in steps 31 to 39, which were not measured: saturating activations": run_of(
         said("Vanishing gradient", 40, "saturating activations (norms fall 4e3x)", "WARN")
     ),
-    "Broke at step 100: frozen or unused layers": run_of(
+    "Broke at step 100 or in steps 91 to 99, which were not measured: frozen or unused layers": run_of(
         said("Initial weights", 1, "poor initialisation", "WARN"),
         said("No gradient", 100, "frozen or unused layers (a, b)"),
     ),
     # Without any alert, the logged values show it: the row of steps 41 to 50.
-    "NaN or Inf from step 50; recovered by 60": run_of(values={"gradwatch/num_nan": at(4, 7) - 1}, norm=at(4, np.nan)),
-    "Ended early: 300 steps, no warning from the gradients; the process ended with exit code 1": run_of(exit_code=1),
-    "Healthy: 300 steps, nothing unusual": run_of(),
-    "Healthy so far: 300 steps, nothing unusual": run_of(finished=False),
-    "Healthy: 300 steps, a remark at step 30 (one bad batch)": run_of(
+    "NaN or Inf from step 50 or in steps 41 to 49, which were not measured; "
+    "usual again at the next measured step, 60": run_of(values={"gradwatch/num_nan": at(4, 7) - 1}, norm=at(4, np.nan)),
+    "Ended early: no alert in 30 of 300 steps measured; the process ended with exit code 1": run_of(exit_code=1),
+    "No alert in 30 of 300 steps measured": run_of(),
+    "No alert so far in 30 of 300 steps measured": run_of(finished=False),
+    "No alert but a remark at step 30 (one bad batch) in 30 of 300 steps measured": run_of(
         said("Exploding gradient", 30, "one bad batch", "INFO")
     ),
 }

@@ -81,10 +81,12 @@ class Summary:
     def _title(self) -> str:
         if self.steps is None:
             return "Gradients: no sample has arrived yet"
-        samples = "1 sample" if self.num_samples == 1 else f"{self.num_samples} samples"
+        measured = f"{self.num_samples} of {self.steps[1] - self.steps[0] + 1} measured"
         layers = "1 layer" if self.num_names == 1 else f"{self.num_names} layers"
         first, last = self.steps
-        return f"Gradients of {layers}, " + (f"step {last}" if first == last else f"steps {first} to {last}, {samples}")
+        return f"Gradients of {layers}, " + (
+            f"step {last}" if first == last else f"steps {first} to {last}, {measured}"
+        )
 
     def _facts(self) -> list[tuple[str, str]]:
         facts = []

@@ -127,7 +127,7 @@ class RunHistory:
         if not len(self.steps):
             return 0
         longest = max((series.steps for series in self.own.values()), key=len, default=self.samples.steps)
-        known = [ends for steps in (self.samples.steps, longest) for ends in steps[[0, -1]].tolist()]
+        known: list[float] = [end for steps in (self.samples.steps, longest) for end in steps[[0, -1]].tolist()]
         return round(max(known)) - round(min(known)) + 1
 
     @cached_property

@@ -101,7 +101,7 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,
         "numFlushes": len(history.steps),
         "seconds": _seconds(history),
-        "span": [int(history.steps[0]), int(history.steps[-1])] if len(history.steps) else None,
+        "span": history.samples.steps[[0, -1]].tolist() if len(history.steps) else None,
     }
 
 
@@ -176,9 +176,9 @@ def _grid(
         values = np.stack(rows)
         signed = bool((values < 0).any())
         if not np.isnan(values).all():
-            of_window = width > 1 or (key == "layer" and metric in OF_WINDOW)
-            packed = blob.add_matrix(values, signed=signed)
-            metrics.append({"key": metric, "signed": signed, "ofWindow": of_window, **packed})
+            is_bounded = key == "layer" and metric in OF_WINDOW  # by what is known of each sample
+            about = {"signed": signed, "ofWindow": is_bounded or width > 1, "isBounded": is_bounded}
+            metrics.append({"key": metric, **about, **blob.add_matrix(values, signed=signed)})
     return {
         "key": key,
         "names": history.spelled(found),

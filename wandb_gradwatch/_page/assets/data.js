@@ -55,8 +55,9 @@ class Measured {
 // The names x columns codes of one metric, and the meaning of a code.
 class Matrix {
   // meaning: {label, long, colours, format, centre}
-  constructor({ key, signed, ofWindow, start, step, offset }, numNames, numColumns, meaning) {
-    Object.assign(this, { key, ofWindow, start, step, numColumns, meaning });
+  constructor({ key, signed, ofWindow, isBounded, start, step, offset }, numNames, numColumns, meaning) {
+    Object.assign(this, { key, ofWindow, isBounded, start, step, numColumns, meaning });
+    this.half = Math.log10(2) / step; // a factor of two, in codes
     this.even = signed === true; // linear steps, for values of both signs; otherwise logarithmic steps
     const size = numNames * numColumns;
     const low = arrays.subarray(offset, offset + size);
@@ -84,9 +85,10 @@ class Matrix {
   // The largest code that a sample can have: a layer's norm is at most the model's; NaN and Inf were only at samples that
   // have any.
   limitAt(measured, place) {
+    if (!this.isBounded) return CODE_INFINITE;
     if (this.key === "num_nonfinite") return measured.bad[place] > 0 ? CODE_INFINITE : CODE_ZERO;
     const norm = measured.norms[place];
-    if (this.key !== "grad_norm_max" || !content.isOneModel || !Number.isFinite(norm)) return CODE_INFINITE;
+    if (!content.isOneModel || !Number.isFinite(norm)) return CODE_INFINITE;
     return CODE_FIRST + Math.ceil((Math.log10(norm) - this.start) / this.step);
   }
 
@@ -94,7 +96,7 @@ class Matrix {
   // because the sample's value is below half of the largest.
   within(code, limit) {
     if (code <= limit || this.key === "num_nonfinite") return Math.min(code, limit);
-    return code - limit <= Math.log10(2) / this.step ? limit : CODE_MISSING;
+    return code - limit <= this.half ? limit : CODE_MISSING;
   }
 }
 

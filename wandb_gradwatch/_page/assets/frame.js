@@ -34,22 +34,25 @@ class Frame extends Picture {
     this.canvas.addEventListener("click", (event) => event.pointerType === "touch" && this.click(this.place(event)));
   }
 
-  // Call visit(place, from, to) for each of these steps that is in view, with the pixels that it covers; `least`: their
-  // number at least, so that a single step can be seen.
+  // Call visit(place, from, to) for each of these steps that is in view, with the pixels that it covers: at least `least`
+  // where its neighbours leave room, so that a single step can be seen.
   eachStep(steps, width, least, visit) {
     const [low, high] = view.range.map(placeOf);
     const across = (step) => ((placeOf(step) - low) / (high - low)) * width;
+    let end = -Infinity; // of the previous step
     for (let place = lastAtMost(steps, view.range[0] - 1) + 1; place < steps.length && steps[place] < view.range[1] + 1; place++) {
-      const [left, right] = [across(steps[place] - 0.5), across(steps[place] + 0.5)];
+      const step = steps[place];
+      const [left, right, next] = [across(step - 0.5), across(step + 0.5), across(((steps[place + 1] ?? Infinity) + step) / 2)];
       const more = Math.max(0, (least * devicePixelRatio - (right - left)) / 2);
-      visit(place, clamp(Math.round(left - more), 0, width), clamp(Math.round(right + more), 0, width));
+      const from = clamp(Math.round(Math.max(left - more, Math.min(left, end))), 0, width - 1);
+      end = Math.min(right + more, Math.max(right, next));
+      visit(place, from, clamp(Math.round(end), from + 1, width));
     }
   }
 
-  // Return the measured step under the pointer; null in a gap.
+  // Return the step nearest to the pointer that has a value.
   stepNear(step) {
-    const found = this.steps[nearestIndex(this.steps, step)];
-    return found !== undefined && (Math.abs(found - step) <= 0.5 || Math.abs(this.xOf(found) - this.xOf(step)) <= 4) ? found : null;
+    return this.steps[nearestIndex(this.steps, step)] ?? null;
   }
 
   reset() {

@@ -25,9 +25,13 @@ class Heatmap extends Frame {
     this.grid = grid;
     this.order = grid.names.map((_, name) => name);
     this.onResetY();
-    Object.assign(this, { measured: grid.measured, steps: grid.measured.steps, last: grid.last });
+    Object.assign(this, { measured: grid.measured, last: grid.last });
     on("grid", (changed) => changed === grid && this.outdate());
     this.begin(this.wrap);
+  }
+
+  get steps() {
+    return this.grid.xs;
   }
 
   tableContent() {
@@ -75,7 +79,7 @@ class Heatmap extends Frame {
         from[x] = Math.min(from[x], column);
         to[x] = Math.max(to[x], column + 1);
         limit[x] = Math.max(limit[x], largest);
-        isBad[x] |= measured.bad[place] > 0;
+        isBad[x] |= !grid.bad()?.isBounded || measured.bad[place] > 0;
       }
     });
     return { from, to, limit, isBad };
@@ -100,7 +104,7 @@ class Heatmap extends Frame {
             if (isBad[x] && bad?.[cell] > CODE_ZERO) winner = CODE_INFINITE;
             else {
               const raw = matrix.codes[cell];
-              const shown = matrix.within(raw, limit[x]);
+              const shown = raw <= limit[x] ? raw : matrix.within(raw, limit[x]); // the former is the usual case
               if (shown > CODE_MISSING) winner = Math.max(winner, shown > CODE_ZERO ? codes[cell] + shown - raw : shown);
               else if (raw === CODE_MISSING && this.grid.isWhole[column]) winner = Math.max(winner, CODE_MISSING);
             }
@@ -151,8 +155,8 @@ class Heatmap extends Frame {
     const name = this.order[this.rowAt(y, height)];
     const { grid, matrix, measured } = this;
     const column = grid.columnOf(step);
-    const [first, last] = [grid.first[column] ?? step, grid.last[column] ?? step];
-    if (!matrix.ofWindow && (step !== last || column < 0)) return [grid.names[name], stepText(step), `measured; of its row the ${matrix.meaning.long} is kept for step ${last.toLocaleString("en-US")}`];
+    if (column < 0) return null;
+    const [first, last] = [grid.first[column], grid.last[column]];
     const place = measured.placeOf(step);
     const isWindow = matrix.ofWindow && first < last;
     const count = lastAtMost(measured.steps, last) - lastAtMost(measured.steps, first - 1);
@@ -163,7 +167,7 @@ class Heatmap extends Frame {
     const limit = isWindow && place !== undefined ? matrix.limitAt(measured, place) : CODE_INFINITE;
     if (matrix.codes[name * matrix.numColumns + column] > limit) lines.push(`at this step at most ${matrix.meaning.format(matrix.valueOf(limit))}`);
     else if (this.painted !== matrix && value > 0) lines.push(`${formatNumber(this.painted.at(name, column))} times the layer's usual`);
-    const bad = place !== undefined && measured.bad[place] > 0 ? (grid.bad()?.at(name, column) ?? NaN) : NaN;
+    const bad = !grid.bad()?.isBounded || measured.bad[place] > 0 ? (grid.bad()?.at(name, column) ?? NaN) : NaN;
     if (bad > 0 && this.matrix.key !== "num_nonfinite") lines.push(formatNumber(Math.round(bad)) + " NaN or Inf elements; the value is of the finite rest");
     return lines;
   }

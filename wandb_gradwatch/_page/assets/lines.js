@@ -7,8 +7,8 @@ const ALL_SIZES = Array.from({ length: 620 }, (_, index) => Number(`1e${index - 
 
 class LineChart extends Picture {
   // series: {label, values, colour, width, dash, kind: "line" | "bars" | "tops", format, joins}; colours are names in the
-  // style sheet. Bars, and their tops, stand at the measured steps from starts[index] to xs[index]. fillTo fills the area
-  // up to the series with this label. joins(from, to) tells whether a line connects the values of two steps.
+  // style sheet. Bars, and their tops, stand at the measured steps from starts[index] to xs[index]. joins(from, to) tells
+  // whether a line connects the values of two steps.
   // measured: what lies between its steps is hatched; null: every value stands for itself, and lines connect them.
   constructor(host, { label, xs, series, starts = xs, measured = run.measured, log = false, canLog = true, height = 260, format = formatNumber, tick = formatTick, limits = null }) {
     super();
@@ -121,10 +121,6 @@ class LineChart extends Picture {
         },
       ],
       series: [{}, ...this.series.map((one, index) => this.plotSeries(one, this.parts[index]))],
-      bands: this.series.flatMap((one, index) => {
-        const other = this.series.findIndex(({ label }) => label === one.fillTo);
-        return other < 0 ? [] : [{ series: [index + 1, other + 1], fill: colour(one.colour) + "38" }];
-      }),
       hooks: {
         drawAxes: [(plot) => drawGaps(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true), this.measured), (plot) => this.drawBars(plot), (plot) => this.drawNonFinite(plot)],
         draw: [(plot) => this.drawBeyond(plot), (plot) => drawFlags(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true))],
@@ -202,8 +198,19 @@ class LineChart extends Picture {
     if (one.kind !== undefined) return { label: one.label, stroke, paths: () => null, points: { show: false } };
     const inView = () => gaps.filter(([from, to]) => to > view.range[0] && from < view.range[1]);
     const positions = (plot) => inView().map((ends) => ends.map((step) => clamp(plot.valToPos(step, "x", true), plot.bbox.left - 1e4, plot.bbox.left + plot.bbox.width + 1e4)));
-    const points = { size: one.size ?? 5, fill: stroke, filter: (plot, series, show) => (show || !alone.length ? null : alone) };
+    const points = { size: one.size ?? 5, fill: stroke, filter: (plot, series) => this.visibleOf(plot, alone, this.data[series]) };
     return { label: one.label, stroke, width: one.width ?? 1.75, dash: one.dash, gaps: positions, points };
+  }
+
+  // Of the places of values, return those in view whose points do not lie on each other.
+  visibleOf(plot, places, values) {
+    const kept = new Map();
+    for (const place of places) {
+      if (this.xs[place] < view.range[0] || this.xs[place] > view.range[1]) continue;
+      const [x, y] = [plot.valToPos(this.xs[place], "x"), plot.valToPos(values[place], "y")].map((pixel) => Math.round(pixel / 2));
+      kept.set(x * 1e5 + y, place);
+    }
+    return [...kept.values()].sort((a, b) => a - b);
   }
 
   yRange(low, high) {
@@ -259,9 +266,7 @@ class LineChart extends Picture {
   showValues(index) {
     this.legendStep.textContent = index === null ? "last" : stepText(this.xs[index]);
     this.series.forEach((one, line) => {
-      let place = index;
-      while (place > 0 && one.values[place] === undefined) place--; // only another line has a point here
-      const value = index === null ? one.values.findLast((value) => value != null && !Number.isNaN(value)) : one.values[place];
+      const value = index === null ? one.values.findLast((value) => value != null && !Number.isNaN(value)) : one.values[index];
       this.legendValues[line].textContent = (one.format ?? this.format)(value);
     });
   }

@@ -15,13 +15,14 @@ const has = (key) => content.globals["gradwatch/" + key] !== undefined;
 
 function header() {
   const { run: about } = content;
+  const every = Math.round((content.globals["gradwatch/sample_every"] ?? []).at(-1) ?? 1);
   const facts = [
     about.project,
     about.id === about.name ? null : about.id,
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
     about.span && stepRange(...about.span),
     run.layers.names.length ? plural(run.layers.names.length, "layer") : null,
-    hasRows() ? `${content.numMeasured.toLocaleString("en-US")} of ${plural(content.numSteps, "step")} measured` : null,
+    hasRows() ? `${content.numMeasured.toLocaleString("en-US")} of ${plural(content.numSteps, "step")} measured${every > 1 ? `, in the end every ${every.toLocaleString("en-US")}th` : ""}` : null,
     plural(about.numFlushes, "flush", "flushes"),
   ].filter(Boolean);
   return element(
@@ -160,7 +161,7 @@ function smallCards() {
   const withheld = { ...skipped, title: "Withheld steps", none: null, series: isAbove0("num_guarded_steps") ? bars("num_guarded_steps", "withheld by the guard", 1) : [] };
   const sizes = [
     ...globalSeries("grad_abs_max", "largest", 1, { width: 1.25, dash: [4, 3] }),
-    ...globalSeries("grad_abs_p99", "99th percentile", 5, { width: 1, fillTo: "1st percentile" }),
+    ...globalSeries("grad_abs_p99", "99th percentile", 5, { width: 1 }),
     ...globalSeries("grad_abs_p50", "median", 0, { width: 2 }),
     ...globalSeries("grad_abs_p01", "1st percentile", 5, { width: 1 }),
   ];
@@ -260,7 +261,7 @@ function build() {
 
 function footer() {
   const pooled = content.pooledPoints > 1 ? ` Each point of a line is the largest of ${content.pooledPoints} rows.` : "";
-  return element("footer", {}, element("p", {}, `Norms are those of the finite elements, before clipping unless a title says otherwise; a gap means that the value is missing, not that it is zero.${pooled} Read from ${content.run.file} by wandb_gradwatch. Lines: uPlot (MIT).`));
+  return element("footer", {}, element("p", {}, `Norms are those of the finite elements, before clipping unless a title says otherwise; a gap means that the value is missing or was not kept, not that it is zero; hatched steps were not measured.${pooled} Read from ${content.run.file} by wandb_gradwatch. Lines: uPlot (MIT).`));
 }
 
 // If drawing fails, the page shows the error instead of staying blank; tests read data-state.

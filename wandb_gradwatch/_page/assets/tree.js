@@ -62,12 +62,12 @@ function inRanges(nodes) {
 
 // Return the largest code of some names in each of some columns, whether an element there was NaN or infinite, and the worst.
 function extremesOf(names, matrix, width) {
-  const columns = new Uint16Array(Math.min(width, matrix.numColumns));
+  const columns = new Uint16Array(width);
   const broken = new Uint8Array(columns.length);
   const bad = run.layers.bad()?.codes;
   for (const name of names) {
     for (let column = 0, cell = name * matrix.numColumns; column < matrix.numColumns; column++, cell++) {
-      const place = Math.floor((column * columns.length) / matrix.numColumns);
+      const place = Math.floor(((run.layers.last[column] - FULL_RANGE[0]) / (FULL_RANGE[1] - FULL_RANGE[0])) * width);
       if (matrix.codes[cell] > columns[place]) columns[place] = matrix.codes[cell];
       if (bad !== undefined && bad[cell] > CODE_ZERO) broken[place] = 1;
     }
