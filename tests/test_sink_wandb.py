@@ -172,7 +172,7 @@ def test_forty_windows_of_a_gpt_arrive_once_and_in_order(offline_run: Any) -> No
 
 
 def test_histograms_can_be_off(offline_run: Any) -> None:
-    sink = WandbSink(offline_run, histograms=False)
+    sink = WandbSink(offline_run, histograms=False, details=("precision",))
     sink.write(window({"a": [1.0]}, histogram=True))
     offline_run.finish()
     (row,) = history(offline_run)

@@ -51,7 +51,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     blob = Blob()
     points = pool_width(len(history.steps), MAX_POINTS)
     totals = (key for key in history.values if key.startswith((keys.TOTAL, keys.TOTAL_MAX)))
-    of_model = [*keys.MODEL_KEYS, keys.CHANGED_RATIO, *totals]
+    of_model = [*keys.MODEL_KEYS, keys.CHANGED_RATIO, keys.SAMPLE_EVERY, *totals]
     content = {
         "run": describe_run(history),
         "notes": list(history.notes),

@@ -47,7 +47,7 @@ _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYE
 MAX_LISTED_SAMPLES: Final = 512  # about 10 kB
 # Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
 _OF_SAMPLES: Final = (
-    *(keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LEARNING_RATE, keys.SAMPLE_EVERY),
+    *(keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LEARNING_RATE),
     *(keys.LOSS, keys.NUM_NONFINITE_LOSS),
 )
 

@@ -42,6 +42,7 @@ NUM_INF: Final = "gradwatch/num_inf"
 LOSS_SCALE: Final = "gradwatch/grad_scale"  # without "loss": see OF_A_LOSS
 NUM_SKIPPED_STEPS: Final = "gradwatch/num_skipped_steps"
 NUM_GUARDED_STEPS: Final = "gradwatch/num_guarded_steps"  # steps that the guard withheld since the previous sample
+SAMPLE_EVERY: Final = "gradwatch/sample_every"  # the current cadence: steps between the previous sample and this one
 OVERHEAD_RATIO: Final = "gradwatch/overhead_ratio"
 
 CHANGED_RATIO: Final = "gradwatch/changed_ratio"  # share of the samples whose gradient changed other than by clipping
@@ -60,7 +61,6 @@ OF_A_LOSS: Final = "loss"
 
 # Values of single samples. Rows do not contain them; rows contain counts and ratios instead.
 NUM_NONFINITE_LOSS: Final = "gradwatch/num_nonfinite_loss"
-SAMPLE_EVERY: Final = "gradwatch/sample_every"  # the current cadence: steps between the previous sample and this one
 CLIPPED: Final = "gradwatch/clipped"  # 1: clipped; 0: not clipped; MULTIPLIED: scaled by one factor, not by torch
 CHANGED: Final = "gradwatch/changed"  # 1: changed after the backward, other than by clipping
 GUARDED: Final = "gradwatch/guarded"  # 1: the guard withheld the sample's own step

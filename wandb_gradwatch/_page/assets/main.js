@@ -171,7 +171,7 @@ function smallCards() {
     nonfinite: [{ none: "No element was NaN or Inf.", canLog: false, xs: run.measured.steps, starts: run.measured.steps, series: has("num_nan") || has("num_inf") ? [{ label: "NaN and Inf", values: run.measured.bad, colour: lineColour(3), kind: "bars" }] : [] }],
     scale: [{ log: true, height: 170, series: scale }, skipped, withheld],
     spread: [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }],
-    overhead: [{ ...SHARE, series: globalSeries("overhead_ratio", "share of the time since watch()", 4) }],
+    overhead: [{ ...SHARE, series: globalSeries("overhead_ratio", "share of the time since watch()", 4) }, { ...SMALL, title: "Steps from one measured to the next", series: globalSeries("sample_every", "sample_every", 5) }],
   };
   return Object.entries(cards).map(([key, parts]) => chartCard(key, parts, { isWide: false }));
 }
