@@ -80,7 +80,9 @@ def never(log: Log, step: int, loss: float) -> None:
     log({"accuracy": 1 / (1 + loss)})
 
 
-def wandb_rows(run: Any, user: Callable[[Log, int, float], None], *, rate: float, scaled: bool, is_watched: bool) -> Any:
+def wandb_rows(
+    run: Any, user: Callable[[Log, int, float], None], *, rate: float, scaled: bool, is_watched: bool
+) -> Any:
     """The W&B history of a training whose loss is the square of a parameter, which is multiplied by 1 - 2 * rate."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
@@ -135,7 +137,7 @@ def test_our_loss_is_in_no_row_of_a_user_who_logs_one_and_ends_with_his_first(st
         return wandb_rows(start_run(), USERS[user], rate=0.01, scaled=False, is_watched=True)
 
     assert rows_with_our_loss(rows_of("every_step")) == []
-    # The rows of steps 2, 4, ... hold one of ours. The first ten rows are left alone; in the 31st is the user's first loss.
+    # The rows of steps 2, 4, ... hold one of ours. The first ten are left alone; the 31st has the user's first loss.
     assert rows_with_our_loss(rows_of("late")) == [step - 1 for step in range(12, 31, 2)]
     assert rows_with_our_loss(rows_of("never")) == [step - 1 for step in range(12, NUM_STEPS + 1, 2)]
 

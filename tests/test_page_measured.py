@@ -165,7 +165,9 @@ def trained(directory: Path, sample_every: int) -> RunHistory:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     run = wandb.init(mode="offline", dir=str(directory), settings=wandb.Settings(silent=True, console="off"))
-    wandb_gradwatch.watch(model, sample_every=sample_every, log_every=20, histogram_every=20, rules=[], details=EVERYTHING)
+    wandb_gradwatch.watch(
+        model, sample_every=sample_every, log_every=20, histogram_every=20, rules=[], details=EVERYTHING
+    )
     for step in range(1, 101):
         loss = (model(torch.randn(8, 4)) * (50 if step == 60 else 1)).square().mean()
         optimizer.zero_grad()

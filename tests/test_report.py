@@ -65,7 +65,9 @@ def test_a_real_run_logs_every_key_that_the_template_names(history: RunHistory) 
 
 
 def test_the_panel_of_losses_finds_the_users_keys_and_none_of_a_layer(history: RunHistory) -> None:
-    losses = "loss Loss train/loss val_loss train/loss_step loss/train losses/kl eval/rmse_loss train.loss gradwatch/loss"
+    losses = (
+        "loss Loss train/loss val_loss train/loss_step loss/train losses/kl eval/rmse_loss train.loss gradwatch/loss"
+    )
     others = "grad_norm/loss_head/weight gradients/model/loss/weight activation/loss/std accuracy closs/a/b"
     assert [key for key in losses.split() if not re.search(A_LOSS, key)] == []
     assert [key for key in others.split() if re.search(A_LOSS, key)] == []

@@ -327,7 +327,9 @@ def sent(*snapshots: Snapshot) -> list[dict[str, object]]:
 
 def test_zeros_of_a_layer_are_left_out_until_its_first_other_value() -> None:
     quiet, dead, broken = {"a.w": [1.0, 2.0], "b": [1.0]}, {"a.w": [0.0, 2.0], "b": [1.0]}, {"a.w": [NAN], "b": [1.0]}
-    rows = sent(*(window(one, first_step=step) for step, one in enumerate((quiet, dead, quiet, broken, quiet), start=1)))
+    rows = sent(
+        *(window(one, first_step=step) for step, one in enumerate((quiet, dead, quiet, broken, quiet), start=1))
+    )
     assert [row.get("dead_ratio/a/w") for row in rows] == [None, 0.5, 0, None, 0]  # nothing finite in the fourth
     assert [row.get("num_nonfinite/a/w") for row in rows] == [None, None, None, 1, 0]
     assert not [key for row in rows for key in row if key in ("dead_ratio/b", "num_nonfinite/b")]

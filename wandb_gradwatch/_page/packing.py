@@ -56,7 +56,7 @@ class Blob:
         with np.errstate(over="ignore"):
             return self.add(values.astype("<f4").tobytes())
 
-    def add_steps(self, steps: IntArray) -> int:
+    def add_steps(self, steps: IntArray | FloatArray) -> int:
         """Append steps as float64, which JavaScript has too."""
         return self.add(steps.astype("<f8").tobytes())
 

@@ -74,8 +74,9 @@ def build_report(
     """Build the report as an unsaved object of wandb-workspaces; `flow_chart` is a preset's id. Uses no network."""
     reports, _ = require_workspaces()
     introduction = (
-        "The horizontal axis is `gradwatch/step`, optimizer steps; for losses it is W&B's step. Norms are those of the finite elements, unscaled "
-        "and before clipping unless a title says otherwise. A gap means that the value is missing, not that it is zero."
+        "The horizontal axis is `gradwatch/step`, optimizer steps; for losses it is W&B's step. Norms are those of the "
+        "finite elements, unscaled and before clipping unless a title says otherwise. A gap means that the value is "
+        "missing, not that it is zero."
     )
     blocks = [reports.MarkdownBlock(introduction), reports.TableOfContents(), *_alerts(reports, alerts)]
     panels_of = {

@@ -51,8 +51,8 @@ def _every(title: str, family: str, metric: str = "", **options: Any) -> LinePan
 
 
 WANDB_STEP: Final = "Step"  # of every row, in wandb-workspaces' words
-# A key with "loss" in it that the user logs, or ours if there is none; not the keys of a layer or a module, whose name may
-# contain it, too.
+# A key with "loss" in it that the user logs, or ours if there is none; not the keys of layers and modules whose names
+# contain it.
 A_LOSS: Final = "^([^/]+/)?[^/]*([Ll]oss|LOSS)[^/]*$|^([Ll]oss|LOSS)[^/]*/[^/]+$"
 _INTERVAL: Final = tuple(f"{keys.NOISE_SCALE}/total/{keys.NOISE_SCALE}{end}" for end in ("", "_low", "_high"))
 SECTIONS: Final[Mapping[str, tuple[LinePanel, ...]]] = {  # by the key of their words

@@ -141,7 +141,7 @@ def _conspicuousness(sample: tuple[int, float, int]) -> tuple[int, float]:
 
 
 class ZerosLeftOut:
-    """Leaves values of the families in keys.ONCE_NOT_ZERO out of rows, for each key up to its first one that is not 0."""
+    """Leaves keys of the families in keys.ONCE_NOT_ZERO out of rows, each up to its first value that is not 0."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()  # keys that were not 0 once

@@ -40,7 +40,7 @@ def check_details(details: Details) -> dict[str, str]:
     if not is_several or any(name not in known for name in details):
         raise ValueError(f"details={details!r} must be a sequence, or a dict from name to pattern, of names in {known}")
     if isinstance(details, Mapping) and details.get(keys.PRECISION):
-        raise ValueError(f"details[{keys.PRECISION!r}] is about the whole model and must be the empty pattern \"\"")
+        raise ValueError(f'details[{keys.PRECISION!r}] is about the whole model and must be the empty pattern ""')
     return dict(details) if isinstance(details, Mapping) else dict.fromkeys(details, "")
 
 
