@@ -112,10 +112,23 @@ def test_recorded_steps_outside_all_windows_have_columns_of_their_own() -> None:
     assert columns.row_of.tolist() == [-1, 0, -1, 1, -1]
 
 
-def test_a_table_that_is_not_ours_has_no_values() -> None:
-    for table in (RecordedTable(["step"], [[1]]), RecordedTable(["step", "name", "grad_norm"], [[1], [2, "a", "x"]])):
-        found = recorded_values(table, [1, 2])
-        assert all(np.isnan(values).all() for of_name in found.values() for values in of_name.values())
+@pytest.mark.parametrize(
+    "rows", [[7], [[1]], [[[1], "a", 3.0]], [[10**30, "a", 3.0]], [[1, ["a"], 3.0]], [["1", "a", 3.0]], [None]]
+)
+def test_a_row_of_a_table_that_is_not_ours_is_left_out(rows: list[Any]) -> None:
+    table = RecordedTable(["step", "name", "grad_norm"], rows)
+    history = RunHistory(Path("x"), "x", np.array([10]), {"grad_norm/a": np.ones(1)}, flight_recorder=table)
+    assert history.recorded_steps == []
+    assert recorded_values(table, []) == {}
+    assert [ends.tolist() for ends in history.measured] == [[10], [10]]
+
+
+@pytest.mark.parametrize("first", [NAN, float("inf"), -float("inf"), 30.0, -1e300])
+def test_a_first_sample_that_cannot_be_is_not_believed(first: float) -> None:
+    values = {keys.FIRST_SAMPLE: np.array([first]), keys.NUM_SAMPLES: np.array([-first])}
+    history = RunHistory(Path("x"), "x", np.array([20]), values | {"grad_norm/a": np.ones(1)})
+    assert [ends.tolist() for ends in history.measured] == [[20], [20]]
+    assert build_payload(history)[0]["grids"][0]["columns"] == [[20], [20], [True]]
 
 
 def test_the_sentence_counts_the_steps_that_were_measured() -> None:

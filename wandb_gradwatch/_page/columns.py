@@ -6,15 +6,15 @@ have columns of their own, which divide those of the rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
-from .history import RecordedTable, RunHistory
-from .packing import pool, pool_steps
+from .history import RecordedTable, RunHistory, recorded_rows
+from .packing import number_of, pool, pool_steps
 
 # R rows of the run, W pooled rows, C columns of the picture, P names
 
@@ -42,9 +42,9 @@ class Columns:
 
 def window_starts(history: RunHistory, width: int) -> IntArray:
     """The first step of each pooled row: [W]; no row begins before the previous one ends."""
-    first = np.fmin(history.first_of(keys.FIRST_SAMPLE), history.steps)
-    first = np.maximum(first, np.append(-np.inf, history.steps[:-1] + 1.0))
-    return np.asarray(first.astype(np.int64)[::width])
+    first = history.first_samples.copy()
+    first[1:] = np.maximum(first[1:], history.steps[:-1] + 1)
+    return np.asarray(first[::width])
 
 
 def columns_of(history: RunHistory, width: int, recorded: Sequence[int] = ()) -> Columns:
@@ -68,16 +68,12 @@ def columns_of(history: RunHistory, width: int, recorded: Sequence[int] = ()) ->
 def recorded_values(table: RecordedTable, steps: Sequence[int]) -> Mapping[str, Mapping[str, FloatArray]]:
     """The flight recorder's values by name as in keys, then by metric: one for each of `steps`; NaN if missing."""
     place_of = {step: place for place, step in enumerate(steps)}
-    column_of = {name: place for place, name in enumerate(table.columns)}
     found: dict[str, dict[str, FloatArray]] = {}
-    known = {metric: parts for metric, parts in _RECORDED.items() if all(part in column_of for part in parts)}
-    for row in table.rows if {"step", "name"} <= column_of.keys() else ():
-        if len(row) < len(table.columns) or row[column_of["step"]] not in place_of:
-            continue
-        of_name = found.setdefault(keys.in_key(str(row[column_of["name"]])), {})
-        for metric, parts in known.items():
+    for row in recorded_rows(table):
+        of_name = found.setdefault(keys.in_key(row["name"]), {})
+        for metric, parts in _RECORDED.items():
             values = of_name.setdefault(metric, np.full(len(steps), np.nan))
-            values[place_of[row[column_of["step"]]]] = sum(_number(row[column_of[part]]) for part in parts)
+            values[place_of[row["step"]]] = sum(number_of(row.get(part)) for part in parts)
     return found
 
 
@@ -98,7 +94,3 @@ def spread(metric: str, values_R: FloatArray, columns: Columns, width: int, reco
     if recorded is not None:
         values[columns.recorded] = recorded
     return np.asarray(values)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else np.nan

@@ -105,11 +105,17 @@ class RunHistory:
         return Samples(steps, *(np.concatenate(both)[first] for both in list(zip(self.listed, rows, strict=True))[1:]))
 
     @cached_property
+    def first_samples(self) -> IntArray:
+        """The first step of each row: [R]; a row that does not tell it begins with its last step."""
+        first = self.first_of(keys.FIRST_SAMPLE)
+        return np.asarray(np.where((first > -(2**53)) & (first <= self.steps), first, self.steps).astype(np.int64))
+
+    @cached_property
     def measured(self) -> tuple[IntArray, IntArray]:
         """The first and the last step of each interval in which every step was measured: two [K], ascending."""
-        first, count = self.first_of(keys.FIRST_SAMPLE), self.first_of(keys.NUM_SAMPLES)
+        first, count = self.first_samples, self.first_of(keys.NUM_SAMPLES)
         is_whole = count == self.steps - first + 1  # a long row lists only some of its samples
-        steps, whole = self.samples.steps, first[is_whole].astype(np.int64)
+        steps, whole = self.samples.steps, first[is_whole]
         recorded = np.array(self.recorded_steps, dtype=np.int64)
         return intervals(
             np.concatenate([steps, recorded, whole]), np.concatenate([steps, recorded, self.steps[is_whole]])
@@ -119,7 +125,7 @@ class RunHistory:
     def num_measured(self) -> int:
         """The number of steps that were measured."""
         counts = self.first_of(keys.NUM_SAMPLES)
-        return int(np.where(np.isnan(counts), 1, counts).sum())
+        return int(np.where(np.isfinite(counts), counts, 1).sum())
 
     @property
     def num_steps(self) -> int:
@@ -134,10 +140,7 @@ class RunHistory:
     def recorded_steps(self) -> list[int]:
         """The steps of the flight recorder's table, ascending."""
         table = self.flight_recorder
-        if table is None or "step" not in table.columns:
-            return []
-        place = table.columns.index("step")
-        return sorted({row[place] for row in table.rows if len(row) > place and isinstance(row[place], int)})
+        return [] if table is None else sorted({row["step"] for row in recorded_rows(table)})
 
     @cached_property
     def names(self) -> list[str]:
@@ -192,6 +195,15 @@ class RunHistory:
             return next(known, len(self._places)), natural_order(name)
 
         return sorted(names, key=order)
+
+
+def recorded_rows(table: RecordedTable) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the flight recorder's table by column, as far as they have a step and a name."""
+    for row in table.rows:
+        found = dict(zip(table.columns, row, strict=False)) if isinstance(row, (list, tuple)) else {}
+        step = found.get("step")
+        if isinstance(step, int) and abs(step) < 2**53 and isinstance(found.get("name"), str):
+            yield found
 
 
 def intervals(first_N: IntArray, last_N: IntArray) -> tuple[IntArray, IntArray]:

@@ -172,7 +172,7 @@ class SampleColumns:
         for sample in listed if isinstance(listed, list) else ():
             if not (isinstance(sample, list) and 2 <= len(sample) <= 3):
                 continue
-            step, norm, num_bad = map(_number_of, [*sample, 0][:3])
+            step, norm, num_bad = map(number_of, [*sample, 0][:3])
             if abs(step) < 2**53 and 0 <= num_bad < 2**53:
                 self._steps.append(int(step))
                 self._norms.append(norm)
@@ -189,7 +189,8 @@ class SampleColumns:
         return Samples(steps, *columns)
 
 
-def _number_of(value: object) -> float:
+def number_of(value: object) -> float:
+    """Return a number as float; NaN for anything else."""
     try:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:  # a whole number of more than 308 digits
