@@ -52,8 +52,8 @@ CHANGED_RATIO: Final = "gradwatch/changed_ratio"  # share of the samples whose g
 TOTAL: Final = "gradwatch/grad_norm_total/"
 TOTAL_MAX: Final = "gradwatch/grad_norm_total_max/"
 
-# Of the backward, or passed by the user or a framework; missing if it is not finite. Only in runs in which the user logs
-# no loss, see RowScheduler.
+# Of the backward, or passed by the user or a framework; missing if it is not finite. Only in runs in which the user
+# logs no loss, see RowScheduler.
 LOSS: Final = "gradwatch/loss"
 # What the name of a user's key must contain to be a loss; tools that read W&B runs look for the same. No other
 # model-wide key of ours contains it, so that they find the user's loss.
