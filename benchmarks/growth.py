@@ -201,7 +201,7 @@ Memory, files, threads and time do not grow with the number of steps, as `tests/
 
 Sharded models, ranks with different parameters, and those with `Ranks()` or `NoiseScale()` are merged over ranks, by
 three all-reduces per flush: a check that all ranks merge the same window
-(two numbers), the sums, and the extremes. Their size does not depend on the number of ranks. These are the sizes for a
+(four numbers), the sums, and the extremes. Their size does not depend on the number of ranks. These are the sizes for a
 window of {SAMPLES} samples, as `sample_every=1`
 makes them, with its histogram:
 
@@ -231,9 +231,9 @@ The table shows one flush, and the connecting of the ranks before the first flus
 Connections and messages grow with the logarithm of the number of ranks, and the bytes with the number of levels. The
 merge runs in a background thread during {SAMPLES} training steps. The time to connect grows with the
 ranks, because all addresses pass through the job's single store, over one more connection from each rank. The ranks
-connect once, also in the background. The time limit of a wait is one minute, and from 4,000 ranks on one minute for
-every 2,000 ranks. If ranks cannot be connected, the statistics are those of rank 0's shards, with one message, and
-training continues.
+connect once, after the first sample, also in the background. Before each merge, every rank tells the store that it has
+come, and waits there for the last one, by four requests. If ranks cannot be connected, no rows are written, with one
+message, and training continues.
 """
 
 

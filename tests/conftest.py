@@ -53,6 +53,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print into how many functions test_injections.py has injected an exception."""
+    found = {outcome: terminalreporter.stats.get(outcome, []) for outcome in ("passed", "failed")}
+    properties = [dict(report.user_properties) for reports in found.values() for report in reports]
+    injections = [one for one in properties if "injected" in one]
+    if injections:
+        num_failed = sum("injected" in dict(report.user_properties) for report in found["failed"])
+        terminalreporter.write_line(
+            f"{sum(one['injected'] for one in injections)} exceptions injected in "
+            f"{len({one['configuration'] for one in injections})} trainings: "
+            + (f"{num_failed} tests have failed" if num_failed else "0 reached the loop")
+        )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Set an empty HOME and WANDB_DIR and remove the caller's W&B variables, for this process and its children."""
@@ -73,6 +87,12 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for every answer of W&B's process: on a busy machine, too, a row is placed where the test expects it."""
     monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler.PATIENCE", None)
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which messages this process has said: each test finds the state of a process that begins."""
+    monkeypatch.setattr("wandb_gradwatch._runtime.notices.Notices.said_in_process", set())
 
 
 @pytest.fixture

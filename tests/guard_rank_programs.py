@@ -187,8 +187,9 @@ def failing(rank: int, world: int, *, kind: str, optimizer: str, where: str | No
         one_step(step)
     if watcher is not None:
         unwatch()
-        assert not STEP_HOOKS._listeners
-    one_step(20)  # without a watcher there is no consensus to wait for
+    one_step(20)  # in the vote of this step all ranks learn that nobody guards any more
+    assert watcher is None or not {watcher._sampler, watcher._parts.guard} & {*STEP_HOOKS._listeners}
+    one_step(21)
     logging.getLogger("wandb_gradwatch").removeHandler(handler)
     parameters = [getattr(p, "_local_tensor", p).detach().numpy().copy() for p in model.parameters()]
     return {"parameters": parameters, "said": said}

@@ -170,6 +170,54 @@ def ddp(
     return report(watcher, sink)
 
 
+def in_step(rank: int, world: int, *, steps: int, average: str = "", clip: float = 0.0, kind: str = "") -> Any:
+    """An optimizer that averages over ranks and clips inside its own step, as Horovod's and detectron2's do.
+
+    average: "in place", "replace", or "" for a model in DistributedDataParallel; kind: how it clips.
+    """
+    model = build()
+    train = model if average else nn.parallel.DistributedDataParallel(model)
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            gradients = [parameter.grad for parameter in model.parameters()]
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                if average == "replace":
+                    parameter.grad = gradient = gradient.clone()
+                if average:
+                    dist.all_reduce(gradient)
+                    gradient /= world
+            if kind == "by hand":
+                total = torch.stack([gradient.norm() for gradient in gradients]).norm()
+                for gradient in gradients:
+                    gradient *= clip / total
+            elif kind:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            super().step(closure)
+
+    optimizer = Own(model.parameters(), lr=LEARNING_RATE)
+    watcher, sink = watch(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(train, batch_of(rank, step)).backward()
+        optimizer.step()
+    return report(watcher, sink)
+
+
+def discards(rank: int, world: int) -> list[str]:
+    """A loop over shards that makes no step if a gradient is not finite; returns what this rank has said of it."""
+    messages, model = collect_warnings(), shard(build(), [world])
+    watcher, _ = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(4):
+        optimizer.zero_grad()
+        (loss_of(model, batch_of(rank, step)) * (float("nan") if step in (1, 2) else 1.0)).backward()
+        if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            optimizer.step()
+    watcher.remove()
+    return [message for message in messages if "left step" in message and "times in all" not in message]
+
+
 def fsdp2(
     rank: int,
     world: int,
@@ -185,9 +233,9 @@ def fsdp2(
     group: int | None = None,
 ):
     """Train under FSDP2; `group` is the size of the groups in which ranks are merged, as in large jobs."""
-    import wandb_gradwatch._pipeline.rank_merge as reduction
+    from wandb_gradwatch._pipeline import rank_merger
 
-    reduction.GROUP = group or GROUP
+    rank_merger.GROUP = group or GROUP
     options: dict[str, Any] = {}
     if offload:
         from torch.distributed.fsdp import CPUOffloadPolicy
@@ -358,7 +406,7 @@ def two_watchers_of_one_run(rank: int, world: int, *, steps: int, kind: str):
 
 
 def rank_that_watches_something_else(rank: int, world: int, *, steps: int):
-    """Watch different parameters on each rank: no rank hangs, one warning is logged, each rank has its own numbers."""
+    """Watch different parameters of a sharded model on each rank."""
     from torch.distributed.fsdp import fully_shard
 
     said = collect_warnings()
@@ -366,23 +414,21 @@ def rank_that_watches_something_else(rank: int, world: int, *, steps: int):
     fully_shard(model)
     watcher, sink = watch(model, include="weight" if rank == 0 else "bias")
     train(model, rank, steps)
-    return report(watcher, sink) | {"said": said}
+    watcher.remove()
+    return {"num_rows": len(sink.snapshots), "latest": watcher.latest, "said": said}
 
 
 def rank_that_does_not_watch(rank: int, world: int, *, steps: int):
-    """Call watch() on rank 0 only: rank 0 waits in the background until its time limit, and logs a warning."""
-    from datetime import timedelta
-
+    """Call watch() on rank 0 only, although the model is sharded."""
     from torch.distributed.fsdp import fully_shard
 
-    import wandb_gradwatch._pipeline.rank_merge as reduction
-
     said = collect_warnings()
-    reduction.WAIT = timedelta(seconds=2)
     model = build()
     fully_shard(model)
     if rank == 0:
         watcher, sink = watch(model)
     train(model, rank, steps)
+    if rank == 0:
+        watcher.remove()
     dist.barrier()
-    return (report(watcher, sink) if rank == 0 else {}) | {"said": said}
+    return {"num_rows": len(sink.snapshots) if rank == 0 else 0, "said": said}

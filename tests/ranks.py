@@ -13,8 +13,10 @@ from processes import forked
 Call = tuple[str, dict[str, Any]]
 
 
-def run(module: str, calls: list[Call], world: int, *, timeout: float = 600) -> list[list[Any]]:
+def run(module: str, calls: list[Call], world: int, *, timeout: float = 600, patient: bool = True) -> list[list[Any]]:
     """Call `module.function(rank, world, **arguments)` on every rank, one call after the other in the same processes.
+
+    `patient`: ranks wait long for each other at the end of a window; False: as short as they do for users.
 
     Returns:
         [calls][ranks]: what each call returned on each rank.
@@ -22,7 +24,7 @@ def run(module: str, calls: list[Call], world: int, *, timeout: float = 600) -> 
     with tempfile.TemporaryDirectory() as folder:
         ended = forked(
             _rank,
-            *((rank, world, folder, module, calls) for rank in range(world)),
+            *((rank, world, folder, module, calls, patient) for rank in range(world)),
             timeout=timeout,
             GLOO_SOCKET_IFNAME="lo",
         )
@@ -36,10 +38,14 @@ def run(module: str, calls: list[Call], world: int, *, timeout: float = 600) -> 
         return [[pickle.loads(result) for result in results] for results in zip(*of_ranks, strict=True)]
 
 
-def _rank(rank: int, world: int, folder: str, module: str, calls: list[Call]) -> None:
+def _rank(rank: int, world: int, folder: str, module: str, calls: list[Call], patient: bool) -> None:
     import torch
     import torch.distributed as dist
 
+    from wandb_gradwatch._pipeline import rank_merger
+
+    if patient:  # on a busy machine, ranks that do the same may be seconds apart
+        rank_merger.FLUSH_SECONDS = rank_merger.LAST_SECONDS = rank_merger.END_SECONDS = 60.0
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     try:

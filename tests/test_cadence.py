@@ -233,7 +233,7 @@ def test_two_ranks_of_unequal_speed_sample_the_same_steps():
     for rank in range(2):
         clock = SampleClock()
         schedule = Schedule(clock, Cadence(None, log_every=20), Budget(SHARE))
-        schedule.ranks = RankPlans(store, leads=rank == 0)
+        schedule.ranks = RankPlans(lambda: store, leads=rank == 0)
         schedule.start(0.0, 0.0)
         ranks.append((clock, schedule, [0.0], []))
     for number in range(1, 20_001):
@@ -242,11 +242,13 @@ def test_two_ranks_of_unequal_speed_sample_the_same_steps():
             if schedule.is_sampled:
                 spent[0] += STEP * (rank + 1)
                 sampled.append(number)
-                schedule.add_sample(number, skipped=False, now=number * STEP + spent[0], seconds_spent=spent[0])
+                now = number * STEP + spent[0]
+                schedule.add_sample(number, skipped=False, now=now, seconds_spent=spent[0], must_agree=True)
             clock.step = number
             if schedule.window_is_full(number):
                 schedule.begin_window()
-                schedule.end_window(must_agree=True)
+            elif rank == 0 and number % 1000 == 7:  # flushed by the user, on this rank alone
+                schedule.begin_window(is_full=False)
     assert ranks[0][3] == ranks[1][3]
     assert ranks[0][3][:10] == list(range(1, 11))
 
@@ -255,7 +257,8 @@ def test_a_plan_of_rank_0_is_kept_to_what_is_promised():
     # The rows come when they may. A plan holds for a whole window, which the start of a run does not pay for.
     clock = SampleClock()
     schedule = Schedule(clock, Cadence(None), Budget(SHARE))
-    schedule.ranks = RankPlans(torch.distributed.HashStore(), leads=True)
+    store = torch.distributed.HashStore()
+    schedule.ranks = RankPlans(lambda: store, leads=True)
     schedule.start(0.0, 0.0)
     spent = 0.0
     for number in range(1, 50_001):
@@ -268,7 +271,6 @@ def test_a_plan_of_rank_0_is_kept_to_what_is_promised():
             spent += STEP
             schedule.seconds_on_rows += STEP
             schedule.begin_window()
-            schedule.end_window(must_agree=True)
     promised = SHARE * 50_000 * STEP + 1.0
     assert 0.6 * promised <= spent <= promised * NEARLY
 
@@ -277,7 +279,7 @@ def test_a_run_that_goes_on_samples_every_tenth_step_until_rank_0_has_said_how_m
     clock = SampleClock()
     before = Schedule(clock, Cadence(None), Budget(SHARE)).state_dict() | {"step": 500, "num_samples": 40}
     schedule = Schedule(clock, Cadence(None), Budget(SHARE))
-    schedule.ranks = RankPlans(torch.distributed.HashStore(), leads=False)
+    schedule.ranks = RankPlans(torch.distributed.HashStore, leads=False)
     schedule.start(0.0, 0.0)
     schedule.load_state_dict(before)
     sampled = []
@@ -290,10 +292,32 @@ def test_a_run_that_goes_on_samples_every_tenth_step_until_rank_0_has_said_how_m
     assert len(sampled) <= 5
 
 
-def test_a_replica_goes_on_alone_where_rank_0_does_not_watch():
-    plans = RankPlans(torch.distributed.HashStore(), leads=False)
-    assert plans.exchange(Plan(7), must_agree=False) is None
-    assert plans.exchange(Plan(8), must_agree=False) == Plan(8)
+def test_a_plan_takes_effect_at_the_next_exchange_and_without_one_shards_keep_theirs_and_replicas_use_their_own():
+    store = torch.distributed.HashStore()
+    leader, other = (RankPlans(lambda: store, leads=leads) for leads in (True, False))
+    # In steps, not in numbers of exchanges: the other rank has made one more, on its own.
+    assert other.exchange(1, Plan(2), must_agree=True) is None
+    for plans in (leader, other):
+        assert plans.exchange(20, Plan(7, 3), must_agree=True) is None
+    for plans in (leader, other):
+        assert plans.exchange(40, Plan(8), must_agree=True) == Plan(7, 3)
+    # Rank 0 no longer watches: its last plan takes effect, and there is no other.
+    assert other.exchange(60, Plan(9), must_agree=True) == Plan(8)
+    assert other.exchange(80, Plan(10), must_agree=True) is None
+    assert other.exchange(100, Plan(11), must_agree=False) == Plan(11)
+
+
+def test_only_the_last_plans_of_rank_0_stay_in_the_store():
+    store = torch.distributed.HashStore()
+    plans = RankPlans(lambda: store, leads=True)
+    for number in range(100):
+        plans.exchange(number, Plan(7), must_agree=True)
+    assert store.num_keys() < 10
+
+
+def test_a_rank_uses_its_own_plan_where_not_every_rank_watches():
+    plans = RankPlans(lambda: None, leads=False)
+    assert plans.exchange(20, Plan(7), must_agree=True) == Plan(7)
 
 
 def trained(steps, **options):

@@ -24,15 +24,76 @@ GRADIENTS = {"a": [3.0, -4.0, 1.0, 0.5], "b": [12.0, -2.0, 0.0]}
 Change = Callable[[Chosen, int], object]
 
 
-def trained(change: Change, *, steps: int = 4, dtype: torch.dtype = torch.float32, **options: object) -> Snapshot:
-    """Train with `change` between backward and step; in step n the gradients are n times GRADIENTS."""
-    model = Chosen(a=4, b=3, dtype=dtype)
+Make = Callable[[Chosen, Callable[[], None]], torch.optim.Optimizer]
+
+
+def before_the_step(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
     optimizer = SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: change())
+    return optimizer
+
+
+def changing(base: type[torch.optim.Optimizer], change: Callable[[], None]) -> type[torch.optim.Optimizer]:
+    class Changing(base):  # type: ignore[misc, valid-type]
+        def step(self, closure: None = None) -> None:
+            change()
+            super().step(closure)
+
+    return Changing
+
+
+def inside_it(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
+    if hasattr(SGD.step, "hooked"):  # torch adds the hooks when the first SGD is made
+        SGD.step = SGD.step.__wrapped__
+    return changing(SGD, change)(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+
+
+def inside_it_with_hooks(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
+    SGD(model.parameters(), lr=0.0)
+    return changing(SGD, change)(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+
+
+def two_classes_above(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
+    return changing(changing(SGD, change), lambda: None)(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+
+
+def before_an_inner_optimizer(model: Chosen, change: Callable[[], None]) -> torch.optim.Optimizer:
+    class Holds(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.inner = SGD(model.parameters(), lr=0.0)
+            super().__init__(model.parameters(), {})
+
+        def step(self, closure: None = None) -> None:
+            change()
+            self.inner.step()
+
+    return Holds()
+
+
+INSIDE: list[Make] = [inside_it, inside_it_with_hooks, two_classes_above, before_an_inner_optimizer]
+WHERE = pytest.mark.parametrize("make", [before_the_step, *INSIDE], ids=lambda make: make.__name__)
+
+
+def trained(
+    change: Change,
+    *,
+    steps: int = 4,
+    dtype: torch.dtype = torch.float32,
+    make: Make = before_the_step,
+    **options: object,
+) -> Snapshot:
+    """Train with `change` between backward and update; in step n the gradients are n times GRADIENTS."""
+    model = Chosen(a=4, b=3, dtype=dtype)
+    number = 0
+
+    def change_them() -> None:
+        change(model, number)
+
+    optimizer = make(model, change_them)
     watcher, sink = watch(model, **options)
     for number in range(1, steps + 1):
         optimizer.zero_grad()
         model.loss(**{name: [number * one for one in values] for name, values in GRADIENTS.items()}).backward()
-        change(model, number)
         optimizer.step()
     return samples(watcher, sink)
 
@@ -76,15 +137,23 @@ CLIPPINGS: dict[str, Change] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", CLIPPINGS)
-def test_one_factor_for_each_parameter_or_for_the_model_or_a_limit_of_elements_is_clipping(kind, dtype):
+@WHERE
+def test_one_factor_for_each_parameter_or_for_the_model_or_a_limit_of_elements_is_clipping(make, kind, dtype):
     if kind == "by hand, to a limit" and dtype != torch.float32:
         pytest.skip("the norm that is left is no round number in 8 bits: unknown, see below")
     if kind == "imported before watch()" and not hasattr(nn.utils, "clip_grads_with_norm_"):
         pytest.skip("before torch 2.6 a clipping function that was imported by name cannot be seen: unknown, see below")
-    snapshot = trained(CLIPPINGS[kind], dtype=dtype)
+    snapshot = trained(CLIPPINGS[kind], dtype=dtype, make=make)
     assert snapshot.clipped.tolist() == [1] * 4
     assert not snapshot.changed.any()
     assert snapshot.total_grad_norm == pytest.approx([norm(number) for number in range(1, 5)])
+    left = Chosen(a=4, b=3, dtype=dtype)  # what the same clipping leaves where nothing is watched
+    for index, number in enumerate(range(1, 5)):
+        for name, values in GRADIENTS.items():
+            getattr(left, name).grad = torch.tensor([number * one for one in values], dtype=dtype)
+        CLIPPINGS[kind](left, number)
+        received = torch.cat([p.grad.double() for p in left.parameters()]).norm().item()
+        assert snapshot.total_grad_norm_clipped[index] == pytest.approx(received, rel=1e-5)
 
 
 def add_noise(model: Chosen, _: int) -> None:
@@ -121,8 +190,9 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_no_clipping_does_is_a_change_after_the_backward_and_has_a_number_of_its_own(kind):
-    snapshot = trained(CHANGES[kind])
+@WHERE
+def test_what_no_clipping_does_is_a_change_after_the_backward_and_has_a_number_of_its_own(make, kind):
+    snapshot = trained(CHANGES[kind], make=make)
     assert snapshot.clip_ratio == 0
     assert snapshot.changed.all()
     row_of = HistoryRow.of(snapshot).scalars()
@@ -132,6 +202,74 @@ def test_what_no_clipping_does_is_a_change_after_the_backward_and_has_a_number_o
     assert not np.any(np.isclose(snapshot.total_grad_norm_clipped, snapshot.total_grad_norm, rtol=1e-4)) or (
         kind == "turned round"
     )
+
+
+class OwnUpdate(torch.optim.Optimizer):
+    """An update of its own, before which the gradients may be changed in place, or replaced."""
+
+    def __init__(self, model: Chosen, change: str) -> None:
+        super().__init__(model.parameters(), {})
+        self.change = change
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if self.change == "in place":
+                parameter.grad.mul_(0.1)
+            elif self.change == "replaced":
+                parameter.grad = parameter.grad * 0.1
+            elif self.change == "clipped":
+                nn.utils.clip_grad_norm_([parameter], 0.5)
+            parameter.sub_(parameter.grad, alpha=0.0)
+            if self.change == "taken away afterwards":
+                parameter.grad = None
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced"])
+def test_what_a_step_has_used_is_missing_where_it_cannot_be_seen_which_is_said_once(change, said):
+    snapshot = trained(lambda *_: None, make=lambda model, _: OwnUpdate(model, change), rules=None)
+    assert snapshot.total_grad_norm == pytest.approx([norm(number) for number in range(1, 5)])
+    assert np.isnan(snapshot.grad_norm_clipped).all()
+    assert np.isnan(snapshot.clip_ratio)
+    assert not {"gradwatch/grad_norm_clipped", "gradwatch/clip_ratio"} & HistoryRow.of(snapshot).scalars().keys()
+    (text,) = [text for text in said() if "times in all" not in text]
+    assert "OwnUpdate.step() changes gradients (a, b)" in text
+
+
+def test_an_update_that_leaves_its_gradients_or_is_torchs_has_used_what_it_got(said):
+    def nesterov(model: Chosen, _: object) -> torch.optim.Optimizer:  # it adds the momentum to the gradients, in place
+        return SGD(model.parameters(), lr=0.0, momentum=0.9, nesterov=True, foreach=True)
+
+    makes: list[Make] = [nesterov, *(lambda m, _, how=how: OwnUpdate(m, how) for how in ("", "taken away afterwards"))]
+    for make in makes:
+        snapshot = trained(lambda *_: None, make=make)
+        assert snapshot.total_grad_norm_clipped == pytest.approx([norm(number) for number in range(1, 5)])
+    assert not said()
+
+
+def test_what_torch_clips_inside_a_step_is_seen_whatever_the_update_is(said):
+    snapshot = trained(lambda *_: None, make=lambda model, _: OwnUpdate(model, "clipped"))
+    assert snapshot.total_grad_norm == pytest.approx([norm(number) for number in range(1, 5)])
+    assert snapshot.grad_norm_clipped == pytest.approx(np.full((4, 2), 0.5), rel=1e-5)
+    assert snapshot.clip_ratio == 1
+    assert not said()
+
+
+def test_steps_that_are_looked_into_run_as_often_as_unwatched_and_are_left_as_they_were():
+    """The user's own hooks on the optimizer run once per step, and no class keeps a wrapper."""
+    model, calls = Chosen(a=1), []
+    optimizer = inside_it(model, lambda: calls.append("change"))
+    before = SGD.step
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    watcher, _ = watch(model)
+    for _ in range(3):
+        model.loss(a=[1]).backward()
+        optimizer.step()
+    assert SGD.step is not before
+    watcher.remove()
+    assert SGD.step is before
+    assert calls == ["before", "change", "after"] * 3
 
 
 def test_noise_before_clipping_is_both_and_noise_after_it_leaves_the_ratio_unknown():
@@ -367,6 +505,24 @@ def test_clipping_is_seen_in_a_loop_without_an_optimizer(limit, set_to_none):
     else:  # only the received gradients of the last update are known, because they still exist
         assert not np.any(snapshot.clipped[:-1] == 1)
         assert np.isnan(snapshot.total_grad_norm_clipped[:-1]).all()
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_an_update_with_copies_of_the_gradients_leaves_what_it_received_unknown_in_every_sample(limit):
+    """Keras' optimizers clip copies; after the last update the gradients are still there, and tell nothing of it."""
+    model = Chosen(a=4, b=3)
+    watcher, sink = watch(model)
+    for _ in range(20):
+        model.zero_grad()
+        model.loss(**GRADIENTS).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                used = parameter.grad if limit is None else parameter.grad.clamp(-limit, limit)
+                parameter -= 0.0 * used
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm == pytest.approx([norm()] * 20)
+    assert np.isnan(snapshot.total_grad_norm_clipped).all()
+    assert np.isnan(snapshot.clip_ratio)
 
 
 def test_clipping_by_hand_is_seen_where_the_user_says_when_a_step_is_made():

@@ -63,6 +63,13 @@ NAN = [  # ranks with NaN during and after the backward; the alert names those o
     {"in_backward": (), "after_it": (1,)},
     {"in_backward": (1,), "after_it": (0,)},
 ]
+IN_STEP = [  # what the optimizer itself does inside its step
+    {"average": "in place"},
+    {"average": "replace"},
+    {"average": "in place", "clip": 0.1, "kind": "by torch"},
+    {"clip": 0.1, "kind": "by torch"},
+    {"clip": 0.1, "kind": "by hand"},
+]
 OWN_PARTS = [{}, {"same_name": True}, {"inf": True}, {"frozen": True}]
 
 
@@ -70,6 +77,8 @@ OWN_PARTS = [{}, {"same_name": True}, {"inf": True}, {"frozen": True}]
 def on_two_ranks():
     """Run every program of this file that needs two ranks, in the same two processes."""
     calls = [("ddp", {"steps": 3} | options) for options in DDP]
+    calls += [("in_step", {"steps": 3} | options) for options in IN_STEP]
+    calls += [("discards", {})]
     calls += [("fsdp2", {"steps": 3} | options) for options in FSDP2]
     calls += [("fsdp2", {"steps": 3, "watch_first": True}), ("fsdp2", {"steps": 6, "log_every": 3})]
     calls += [("tensor_parallel", {"steps": 3, "watch_first": first}) for first in (False, True)]
@@ -80,7 +89,7 @@ def on_two_ranks():
     calls += [("rank_that_watches_something_else", {"steps": 3})]
     calls += [("own_parts", options) for options in OWN_PARTS]
     calls += [("two_watchers_of_one_run", {"steps": 2, "kind": kind}) for kind in ("fsdp2", "ddp")]
-    calls += [("rank_that_does_not_watch", {"steps": 3})]  # last: afterwards the ranks' counts of watchers differ
+    calls += [("rank_that_does_not_watch", {"steps": 3})]
     results = ranks.run("rank_programs", calls, 2)
     return {repr(call): result for call, result in zip(calls, results, strict=True)}
 
@@ -95,12 +104,23 @@ def test_ddp_shows_the_averaged_gradient_once(options):
     check(results, 2, 3, micros=options.get("micros", 1), clip=options.get("clip"))
 
 
+@pytest.mark.parametrize("options", IN_STEP, ids=str)
+def test_what_the_optimizer_averages_and_clips_inside_its_step_is_seen(options):
+    check(result_of("in_step", steps=3, **options), 2, 3, clip=options.get("clip"))
+
+
 @pytest.mark.parametrize("options", FSDP2, ids=str)
 def test_fsdp2_shows_the_norm_of_the_whole(options):
     results = result_of("fsdp2", steps=3, **options)
     check(results, 2, 3, micros=options.get("micros", 1), clip=options.get("clip"))
     histogram = results[0]["histogram"]
     assert histogram.tolist() == [3 * size for size in (20, 5, 15, 3, 3, 1)]
+
+
+def test_a_loop_over_shards_that_discards_nan_is_told_so_once_on_each_rank():
+    for messages in result_of("discards"):
+        [text] = messages
+        assert text.startswith("wandb_gradwatch: the training loop left step 2 out: ")
 
 
 def test_fsdp2_on_four_ranks_some_shards_empty_and_hybrid_and_over_groups_of_ranks():
@@ -194,15 +214,18 @@ def test_parts_that_ranks_have_of_their_own_are_one_model(options):
         assert main["alerts"] == []
 
 
-def test_ranks_that_watch_different_parameters_say_so_and_go_on():
-    for rank, result in enumerate(result_of("rank_that_watches_something_else", steps=3)):
-        assert sum("no longer merged" in text for text in result["said"]) == 1
-        assert result["names"] == [name for name in NAMES if ("weight" if rank == 0 else "bias") in name]
-        assert result["steps"] == [1, 2, 3]
+def test_ranks_that_watch_different_parameters_write_no_row_and_say_so_once():
+    for result in result_of("rank_that_watches_something_else", steps=3):
+        [text] = result["said"]
+        assert "steps 1 to 1 are left out of the rows" in text
+        assert "other ranks watch other parameters" in text
+        assert result["num_rows"] == 0
+        assert result["latest"] is None
 
 
 def test_a_rank_that_does_not_watch_is_not_waited_for():
     main, other = result_of("rank_that_does_not_watch", steps=3)
-    assert sum("no longer merged" in text for text in main["said"]) == 1
-    assert main["steps"] == [1, 2, 3]
+    [text] = main["said"]
+    assert "not every rank calls watch()" in text
+    assert main["num_rows"] == 0
     assert other["said"] == []

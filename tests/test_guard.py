@@ -15,10 +15,9 @@ from processes import script
 from torch import nn
 
 import wandb_gradwatch
-from wandb_gradwatch import SkipGuard
+from wandb_gradwatch import SkipGuard, load_recording
 from wandb_gradwatch._capture import open_sample
 from wandb_gradwatch._guard.guard import TooManySkippedStepsError
-from wandb_gradwatch._pipeline import recorder
 from wandb_gradwatch.sinks._base import summary_line
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
@@ -331,7 +330,7 @@ def test_the_recorder_on_demand_with_notes(tmp_path):
         watcher.note(batch=number * 10)
         step(model, optimizer, a=[number], b=[1])
     [path] = watcher.record(tmp_path / "flight.npz")
-    recording = recorder.load_recording(path)
+    recording = load_recording(path)
     assert of(recording.snapshot, "a", "grad_norm").tolist() == [0, 1, 2]
     assert recording.notes == {1: {"batch": 0}, 2: {"batch": 10}, 3: {"batch": 20}}
     watcher.remove()
@@ -360,7 +359,7 @@ def test_a_script_killed_by_an_exception_after_a_nan_leaves_the_evidence(tmp_pat
     ended = script(tmp_path / "script.py", folder=tmp_path)
     assert "the loss is not finite" in ended.stderr
     [path] = tmp_path.glob("wandb/offline-run-*/files/gradwatch-flight-recorder.npz")
-    recording = recorder.load_recording(path)
+    recording = load_recording(path)
     assert recording.snapshot.names[int(recording.snapshot.num_nonfinite[3].nonzero()[0][-1])] == "1.weight"
     assert recording.alerts[0].title == "NaN gradient"
 

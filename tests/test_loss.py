@@ -64,6 +64,33 @@ def test_any_number_is_a_loss(value: Any) -> None:
     assert watcher.flush().metrics[LOSS].tolist() == [float(value)]
 
 
+def test_a_marked_step_has_its_loss_without_a_backward() -> None:
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    for value in (3.0, 2.0, 1.0):
+        watcher.loss(value)
+        model.a.grad = torch.ones(1)
+        watcher.mark_step()
+    watcher.remove()
+    assert sink.merged().metrics[LOSS].tolist() == [3.0, 2.0, 1.0]
+
+
+def test_a_step_that_a_scaler_skips_keeps_its_loss() -> None:
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    watcher, sink = watch(model)
+    for value, gradient in ((3.0, 1.0), (2.0, math.inf), (1.0, 1.0)):
+        optimizer.zero_grad()
+        scaler.scale(model.loss(a=[gradient])).backward()
+        watcher.loss(value)
+        scaler.step(optimizer)
+        scaler.update()
+    watcher.remove()
+    assert sink.merged().skipped.tolist() == [False, True, False]
+    assert sink.merged().metrics[LOSS].tolist() == [3.0, 2.0, 1.0]
+
+
 def test_a_loss_scale_of_zero_makes_a_loss_that_is_not_finite_and_stops_nothing() -> None:
     # The second step's loss scale has collapsed to 0: 3 / 0 is not finite.
     model = Chosen(a=1)

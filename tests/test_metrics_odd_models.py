@@ -343,3 +343,23 @@ def test_a_complex_parameter_has_the_numbers_of_its_real_and_imaginary_parts():
     assert {"noise_scale/total/cosine", "optimizer_state/w/exp_avg_norm"} <= found.keys()
     for key, series in expected.items():
         np.testing.assert_allclose(found[key], series, err_msg=key)
+
+
+def test_a_module_that_refuses_hooks_is_left_out_alone_which_is_said_once(said):
+    model = nn.Sequential(nn.Linear(2, 3), torch.jit.script(nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 2))
+    found = seen(model, [Activations()], [torch.randn(4, 2) for _ in range(3)])
+    assert {key.split("/")[1] for key in found} == {"0", "2", "3", "root"}
+    assert all(np.isfinite(found[f"activation/{name}/norm"]).all() for name in ("0", "2", "3", "root"))
+    [text] = said()
+    assert "Activations() leaves out 1, which refuse hooks" in text
+
+
+@pytest.mark.parametrize("options", [{"guard": "skip"}, {"on_nonfinite": "trace"}], ids=str)
+def test_a_model_that_refuses_hooks_is_watched_but_no_step_is_run_again(options, said):
+    model = torch.jit.script(nn.Linear(2, 1))
+    watcher, sink = watch(model, [], **options)
+    train(model, [torch.ones(1, 2), torch.full((1, 2), math.inf), torch.ones(1, 2)])
+    watcher.remove()
+    assert len(sink.merged()) == 3
+    [text] = [text for text in said() if "refuses hooks" in text]
+    assert "a bad step is not run again" in text

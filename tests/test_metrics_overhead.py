@@ -129,6 +129,6 @@ def test_max_overhead_thins_samples_whose_cost_is_in_the_forward(clock):
     watcher, sink = watch(model, metrics, sample_every=None, log_every=None, max_overhead=0.1)
     train(model, [torch.ones(1, 2)] * 400)
     watcher.remove()
-    # A sample takes six seconds, and so does a step. A tenth of the 2,400 seconds of 400 steps, and one second more, pay
+    # A sample takes six seconds, and so does a step. A tenth of the 2,400 seconds of 400 steps, and one more, pay
     # for 40 samples, of which a quarter may be kept back.
     assert 30 <= len(sink.merged()) <= 40

@@ -15,11 +15,12 @@ from rank_programs import build
 
 from wandb_gradwatch._capture.probes import WatchedTensor
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
+from wandb_gradwatch._measure.elements import bits_of
 from wandb_gradwatch._measure.probe_values import ArrivedSums
 from wandb_gradwatch.metrics import Ranks, RanksDisagree, SlowRank
 from wandb_gradwatch.metrics._forward_hooks import ModuleIndex
 from wandb_gradwatch.metrics._module_probe import ReadByProbe
-from wandb_gradwatch.metrics._ranks import _FIELDS, _bits
+from wandb_gradwatch.metrics._ranks import _FIELDS
 from wandb_gradwatch.snapshot import Snapshot
 
 STEPS = 16
@@ -230,14 +231,14 @@ def test_every_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
     tensor = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     words = tensor.element_size() * 8
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    found = {int(_bits(tensor))}
+    found = {int(bits_of(tensor))}
     for bit in range(words):
         flipped = tensor.clone()
         flipped.view(-1)[7:8].view(integers).bitwise_xor_(-(1 << bit) if bit == words - 1 else 1 << bit)
-        assert int(_bits(flipped)) % 2**48 != int(_bits(tensor)) % 2**48
-        found.add(int(_bits(flipped.T)))
+        assert int(bits_of(flipped)) % 2**48 != int(bits_of(tensor)) % 2**48
+        found.add(int(bits_of(flipped.T)))
     assert len(found) > 1
-    assert int(_bits(tensor.T)) == int(_bits(tensor)), "whatever the order"
+    assert int(bits_of(tensor.T)) == int(bits_of(tensor)), "whatever the order"
 
 
 def of_ranks(num: int, **fields: Any) -> dict[str, float]:

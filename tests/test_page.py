@@ -25,6 +25,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from benchmarks.page import write_record
 from wandb_gradwatch._analysis.forecast import FORMATS
+from wandb_gradwatch._analysis.formatting import visible_text
 from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page import packing, read
 from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedAlert, RunHistory, natural_order
@@ -43,17 +44,10 @@ from wandb_gradwatch._page.packing import (
     pool_width,
     quantise,
 )
-from wandb_gradwatch._page.page import (
-    ASSETS,
-    LIBRARY_SCRIPT,
-    LIBRARY_STYLE,
-    render_page,
-    script_json,
-    visible_text,
-    write_page,
-)
+from wandb_gradwatch._page.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, script_json, write_page
 from wandb_gradwatch._page.payload import build_payload, knots, other_axes
-from wandb_gradwatch._page.read import HEADER, RunReader, read_run, steps_between
+from wandb_gradwatch._page.read import HEADER, RunReader, read_run
+from wandb_gradwatch._page.step_axis import steps_between
 from wandb_gradwatch.snapshot import keys
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from wandb_gradwatch._page import serve
 from wandb_gradwatch._page.history import RunHistory
 from wandb_gradwatch._page.serve import LOOPBACK, PageServer
 
@@ -58,3 +60,36 @@ def test_other_requests_are_rejected(server: PageServer) -> None:
     assert ask(server, page, Origin=f"http://{here}")[0] == 200
     assert ask(server, page, method="POST")[0] == 501
     assert server.server_address[0] == "127.0.0.1"  # no other interface
+
+
+def test_a_client_that_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch, server: PageServer) -> None:
+    monkeypatch.setattr(serve._Handler, "timeout", 0.05)
+    with socket.create_connection((LOOPBACK, server.server_port), timeout=10) as silent:
+        assert silent.recv(1) == b""  # the server has closed the connection
+
+
+def test_more_clients_than_a_browser_has_are_refused_and_later_ones_served(server: PageServer) -> None:
+    address = (LOOPBACK, server.server_port)
+    silent = [socket.create_connection(address, timeout=10) for _ in range(serve.MAX_CONNECTIONS)]
+    with socket.create_connection(address, timeout=10) as refused:
+        assert refused.recv(1) == b""
+    for one in silent:
+        one.shutdown(socket.SHUT_WR)  # the server reads the end of a request that never came
+        assert one.recv(1) == b""
+        one.close()
+    assert server._free.acquire(timeout=10)  # one of the threads has ended
+    server._free.release()
+    assert ask(server, f"/{server.token}/")[0] == 200
+
+
+def test_a_client_that_is_gone_prints_nothing(server: PageServer, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise ConnectionResetError
+    except ConnectionResetError:
+        server.handle_error(None, ("", 0))
+    assert capfd.readouterr().err == ""
+    try:
+        raise KeyError("ours")
+    except KeyError:
+        server.handle_error(None, ("", 0))
+    assert "KeyError" in capfd.readouterr().err

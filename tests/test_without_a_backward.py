@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 
 import wandb_gradwatch
 from wandb_gradwatch.rules import ExplodingGradient
+from wandb_gradwatch.sinks._history_row import HistoryRow
 
 VALUES = {"a": [3.0, 4.0], "b": [12.0]}
 
@@ -92,6 +96,44 @@ def test_the_training_of_a_copy_is_told_once(num_steps, own_step_at, is_said, sa
             step(model, own, a=[3.0, 4.0])
     assert sum("no backward has reached the watched model" in text for text in said()) == is_said
     watcher.remove()
+
+
+def by_remove(watcher, models, run):
+    watcher.remove()
+
+
+def by_the_end_of_the_model(watcher, models, run):
+    models.clear()
+    gc.collect()
+
+
+def by_the_end_of_the_run(watcher, models, run):
+    run.finish()
+
+
+@pytest.mark.parametrize("end", [by_remove, by_the_end_of_the_model, by_the_end_of_the_run])
+@pytest.mark.parametrize("num_steps", [0, 1, 60])
+def test_the_training_of_a_copy_is_told_at_the_end_of_a_short_run_too(num_steps, end, offline_run, said):
+    models, copy = [Chosen(a=2)], Chosen(a=2)
+    watcher = wandb_gradwatch.watch(models[0], run=offline_run)
+    others = torch.optim.SGD(copy.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        step(copy, others, a=[3.0, 4.0])
+    end(watcher, models, offline_run)
+    watcher.remove()
+    texts = [text for text in said() if "no backward has reached the watched model" in text]
+    steps = {0: [], 1: ["1 optimizer step has been made"], 60: ["60 optimizer steps have been made"]}[num_steps]
+    assert len(texts) == len(steps)
+    assert all(words in text for words, text in zip(steps, texts, strict=True))
+
+
+def test_an_optimizer_without_the_model_is_told_at_the_end_of_a_single_step_too():
+    model, copy = Chosen(a=2), Chosen(a=2)
+    watcher, sink = watch(model)
+    model.loss(a=[3.0, 4.0]).backward()
+    torch.optim.SGD(copy.parameters(), lr=0.1).step()
+    watcher.remove()
+    assert [alert.title for alert in sink.alerts] == ["Optimizer without the model"]
 
 
 @WAYS
@@ -294,3 +336,63 @@ def test_a_guard_judges_what_replaces_the_gradients_of_several_backwards():
         optimizer.step()
         assert (model.a.tolist() == before) == (factor > 1)
     watcher.remove()
+
+
+def line_searches(model, points, *, bad=()):
+    """Evaluate a loss of 1e6 * (a - 1)^2 at these points, as a fit by scipy or BoTorch does; NaN at the bad ones."""
+    for point in points:
+        with torch.no_grad():
+            model.a.fill_(point)
+        model.zero_grad()
+        (1e6 * (model.a - (math.nan if point in bad else 1.0)).square().sum()).backward()
+
+
+# Each search begins far outside, as one along a direction whose curvature is not known yet, and comes back.
+POINTS = [0.0] + [1 + sign * far for sign in (1, -1) for far in (1e9, 1e5, 3.0, 0.1, 1e-3, 1e-6)] * 3
+
+
+def test_trial_points_of_a_line_search_are_no_steps_of_an_optimizer_and_are_said_once_per_process(said):
+    for _ in range(3):
+        model = Chosen(a=300)
+        watcher, sink = watch(model, rules=None)
+        line_searches(model, POINTS)
+        watcher.remove()
+        assert len(sink.merged()) == len(POINTS)
+        assert not sink.alerts
+        assert "gradwatch/inferred" not in HistoryRow.of(sink.merged()).scalars()
+    assert len([text for text in said() if "no optimizer step was seen" in text]) == 1
+
+
+def test_a_trial_point_that_is_not_finite_is_no_error_and_no_reason_to_lower_a_learning_rate():
+    model = Chosen(a=300)
+    watcher, sink = watch(model, rules=None)
+    line_searches(model, [*POINTS, -7.0, 0.9, 0.99], bad=[-7.0])
+    watcher.remove()
+    [alert] = sink.alerts
+    assert (alert.title, alert.level, alert.step) == ("NaN gradient", "WARN", len(POINTS) + 1)
+    assert "may be a trial point" in alert.text
+    assert "learning rate" not in alert.text
+    assert "clip" not in alert.text
+
+
+def test_steps_that_the_user_marks_are_judged_like_those_of_an_optimizer():
+    model = Chosen(a=300)
+    watcher, sink = watch(model, rules=None)
+    for point in POINTS:
+        line_searches(model, [point])
+        watcher.mark_step()
+    watcher.remove()
+    assert "Exploding gradient" in {alert.title for alert in sink.alerts}
+
+
+def test_a_loop_that_never_calls_step_is_told_so_without_a_word_on_its_learning_rate():
+    model = Chosen(a=300)
+    watcher, sink = watch(model, rules=None)
+    for _ in range(60):
+        model.zero_grad()
+        (model.a * torch.linspace(-1, 1, 300)).sum().backward()
+    watcher.remove()
+    [alert] = sink.alerts
+    assert alert.title == "Parameters unchanged"
+    assert "Probable cause: step() is never called" in alert.text
+    assert "learning rate" not in alert.text

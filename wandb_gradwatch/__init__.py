@@ -6,7 +6,7 @@ wandb_gradwatch.watch(model)
 from ._guard.guard import SkipGuard
 from ._nonfinite.search import find_nonfinite, trace_nonfinite
 from ._nonfinite.trace import Finding
-from ._pipeline.recorder import Recording, load_recording
+from ._pipeline.recording import Recording, load_recording
 from ._watch import unwatch, watch
 from ._watcher import Watcher
 from .rules import Alert, Rule, default_rules, rule

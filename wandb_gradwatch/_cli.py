@@ -17,7 +17,8 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from . import __version__
-from ._output import as_json
+from ._analysis.formatting import visible_text
+from ._output import as_json, say
 
 PROGRAM: Final = "wandb-gradwatch"
 DEBUG_VARIABLE: Final = "WANDB_GRADWATCH_DEBUG"
@@ -35,7 +36,8 @@ class _Commands(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt:
-            click.echo("\nStopped.", err=True)
+            say(err=True)
+            say("Stopped.", err=True)
             context.exit(130)
         except Exception as error:
             # The messages for bad input, a missing file or extra, and of errors of W&B say what to do.
@@ -43,7 +45,7 @@ class _Commands(click.Group):
             is_for_the_user = isinstance(error, (ValueError, RuntimeError, OSError, ImportError, of_wandb))
             if context.params["debug"] or not is_for_the_user:
                 raise
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(visible_text(str(error))) from error
 
 
 def _examples(command: str, *examples: str) -> str:
@@ -160,7 +162,7 @@ def _previewed(command: Callable[..., str]) -> Any:
         if json:
             as_json({"url": url})
         else:
-            click.echo(url)
+            say(url)
 
     return print_url
 

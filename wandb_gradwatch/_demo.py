@@ -19,7 +19,7 @@ import wandb
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 
-from ._output import alert_title, pairs, paragraph, title
+from ._output import Styled, alert_title, pairs, paragraph, say, styled, title
 from ._page.history import RunHistory
 from ._page.page import write_page
 from ._page.read import read_finished_run
@@ -106,7 +106,7 @@ def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) 
     page = output / PAGE_NAME
     write_page(history, page)
     if num_done < steps:
-        click.echo(f"  stopped by Ctrl-C at step {num_done}; what was logged until then is kept")
+        say(f"  stopped by Ctrl-C at step {num_done}; what was logged until then is kept")
     _say_what_was_logged(summary, history)
     _say_where_to_look(run_folder, page, online)
     if num_done < steps:
@@ -122,9 +122,10 @@ def _train(output: Path, steps: int, online: bool) -> tuple[Path, int, Summary]:
     model = GPT().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    click.echo(
-        f"{click.style('wandb_gradwatch demo', bold=True)}: a GPT of {num_parameters / 1e6:.1f} M parameters reads "
-        f"{len(corpus) / 1e6:.1f} MB of Python's own library, on {device.type}"
+    say(
+        styled("wandb_gradwatch demo", bold=True),
+        f": a GPT of {num_parameters / 1e6:.1f} M parameters reads {len(corpus) / 1e6:.1f} MB of Python's own library, "
+        f"on {device.type}",
     )
     settings = wandb.Settings(silent=True, console="off")  # the demo prints the run's location itself
     run = wandb.init(
@@ -132,25 +133,25 @@ def _train(output: Path, steps: int, online: bool) -> tuple[Path, int, Summary]:
     )
     accident = range(steps // 2, steps // 2 + ACCIDENT_STEPS)
     done = 0
-    above_the_bar = "\r\x1b[2K" if sys.stdout.isatty() else ""
+    above_the_bar = Styled("\r\x1b[2K" if sys.stdout.isatty() else "")
     with click.progressbar(length=steps, label="  training", show_pos=True) as bar:
 
-        def say(step: int, text: str) -> None:
-            click.echo(f"{above_the_bar}  step {step:<{len(str(steps))}}  {text}")
+        def say_at(step: int, text: str) -> None:
+            say(above_the_bar, f"  step {step:<{len(str(steps))}}  ", text)
 
         def show(alert: Alert) -> None:
-            say(alert.step, alert_title(alert.title, alert.level))
+            say_at(alert.step, alert_title(alert.title, alert.level))
 
         with run, watch(model, sample_every=1, log_every=LOG_EVERY, on_alert=show) as watcher:
             with suppress(KeyboardInterrupt):
                 for step in range(1, steps + 1):
                     if step == accident.start:
                         last_good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-                        say(step, f"the accident: learning rate × {ACCIDENT_FACTOR}")
+                        say_at(step, f"the accident: learning rate × {ACCIDENT_FACTOR}")
                         for group in optimizer.param_groups:
                             group["lr"] = LEARNING_RATE * ACCIDENT_FACTOR
                     elif step == accident.stop:
-                        say(step, f"weights of step {accident.start - 1} restored, learning rate back")
+                        say_at(step, f"weights of step {accident.start - 1} restored, learning rate back")
                         model.load_state_dict(last_good[0])
                         optimizer.load_state_dict(last_good[1])
                     inputs_BT, targets_BT = _batch(corpus, device)
@@ -178,17 +179,18 @@ def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 def _say_what_was_logged(summary: Summary, history: RunHistory) -> None:
     num_rows = np.count_nonzero(np.isfinite(history.first_of(keys.GRAD_NORM)))  # without the flight recorder's table
     num_histograms = sum(len(series.steps) for series in history.histograms.values())
-    click.echo(
-        f"\n  in the run: {num_rows} rows of gradients, {len(history.values)} scalar keys, {num_histograms} histograms "
+    say()
+    say(
+        f"  in the run: {num_rows} rows of gradients, {len(history.values)} scalar keys, {num_histograms} histograms "
         f"({keys.GRADIENT_HISTOGRAMS}/*) of {len(history.histograms)} parameters"
     )
     title("watcher.summary()")
     for line in str(summary).splitlines():
-        click.echo(f"  {line}".rstrip())
+        say(f"  {line}".rstrip())
     if history.alerts:
         title("Alerts in the run (W&B passes them on to Slack or e-mail)")
         for alert in history.alerts:
-            click.echo("  " + alert_title(alert.title, alert.level))
+            say("  ", alert_title(alert.title, alert.level))
             paragraph(alert.text, indent=4)
 
 

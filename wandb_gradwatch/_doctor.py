@@ -18,7 +18,7 @@ import wandb
 from torch import nn
 
 from ._measure.measure import compile_for_cpu, measure, why_not
-from ._output import as_json, pairs, paragraph, title
+from ._output import as_json, pairs, paragraph, say, styled, title
 from ._watch import wait_for_kernels, watch
 from .sinks import MemorySink
 
@@ -78,7 +78,7 @@ def _say_checks(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         sign, colour = _SIGNS[check.verdict]
-        click.echo(f"  {click.style(sign, fg=colour)} {check.name.ljust(width)}  {check.found}")
+        say("  ", styled(sign, fg=colour), f" {check.name.ljust(width)}  {check.found}")
         paragraph(check.advice, indent=width + 6)
 
 

@@ -1,18 +1,22 @@
 """A summary of a history for a terminal or a notebook: the worst layers, the total norm and the alerts."""
 
 import html
+import logging
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 
-from ._analysis.formatting import number
+from ._analysis.formatting import number, visible_text
+from ._boundary import Boundary, entry_point
 from .rules import Alert
 from .snapshot import Snapshot
 from .snapshot._arrays import last_present
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 # S samples, P watched parameters
 
@@ -22,6 +26,7 @@ _MAX_NAME: Final = 28
 _MAX_ALERTS: Final = 5
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"  # the levels of a sparkline
 _MIN_OCTAVES: Final = 3.0  # the smallest range of a sparkline, so that noise does not look like a trend
+_NO_TEXT: Final = "Gradients: the summary could not be made"
 _HEADINGS: Final = ("layer", "norm", "peak (step)", "grad/param", "dead", "NaN+Inf", "norm over time")
 
 
@@ -40,6 +45,10 @@ class LayerSummary:
     trace: tuple[float, ...]
 
 
+def _failed(error: Exception) -> None:
+    logger.error("wandb_gradwatch: a summary could not be made; training goes on.", exc_info=error)
+
+
 @dataclass(frozen=True)
 class Summary:
     """The result of `Watcher.summary()`: print it, or let a notebook show it."""
@@ -53,28 +62,38 @@ class Summary:
     overhead_ratio: float  # the monitor's share of the time; NaN if unknown
     num_guarded: int = 0  # number of steps in the history that the guard did not apply
 
+    _boundary: ClassVar[Boundary] = Boundary(_failed)
+
     @property
     def num_more(self) -> int:
         """The number of layers that are not in `worst`."""
         return self.num_names - len(self.worst)
 
+    @classmethod
+    def empty(cls) -> "Summary":
+        """Return the summary of no samples."""
+        return summarise(None)
+
+    @entry_point(lambda: _NO_TEXT)
     def __str__(self) -> str:
         """Return the text, with a question mark for each character that standard output cannot encode."""
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         return self.text().encode(encoding, "replace").decode(encoding)
 
+    @entry_point(lambda: _NO_TEXT)
     def text(self) -> str:
         """Return the summary as lines of text."""
-        facts = [(label, _shown(words)) for label, words in self._facts()]
+        facts = [(label, visible_text(words, keep="")) for label, words in self._facts()]
         width = max(len(label) for label, _ in facts)
         lines = [self._title(), *(f"  {label.ljust(width)}  {words}" for label, words in facts)]
         if self.worst:
-            rows = [_HEADINGS, *([_shown(cell) for cell in _cells(layer)] for layer in self.worst)]
+            rows = [_HEADINGS, *([visible_text(cell, keep="") for cell in _cells(layer)] for layer in self.worst)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["", *("  " + _aligned(row, widths) for row in rows)]
             lines += [f"  and {self.num_more} more"] * bool(self.num_more)
         return "\n".join(lines)
 
+    @entry_point(lambda: _NO_TEXT)
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.text())}</pre>"
 
@@ -205,8 +224,3 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Align the name and the trace left, and the numbers right."""
     first, *numbers, last = [(cell, width) for cell, width in zip(cells, widths, strict=True)]
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers), last[0]]).rstrip()
-
-
-def _shown(text: str) -> str:
-    """Escape control characters."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)

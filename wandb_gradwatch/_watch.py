@@ -28,7 +28,8 @@ from ._config import Config
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import check_backend, compile_for_cpu, resolve_backend
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, has_fsdp1, has_shards, rank, world_size
+from ._runtime.pipelining import has_stages
+from ._runtime.sharding import has_fsdp1, has_shards, rank, refused_engine, world_size
 from ._watcher import WATCHERS, Watcher
 from .metrics._metric import MetricLike, check_metrics, probes_of, rules_of
 from .metrics._parameters import ParameterHistograms
@@ -186,8 +187,9 @@ def watch(
 
     Raises:
         TypeError: model is not a module or a collection of modules, or another argument has the wrong type.
-        ValueError: the model has no trainable parameter to watch, or DeepSpeed trains it; a cadence, name filter,
-            backend or threshold is invalid; a metric matches nothing; a guard could decide differently on the ranks.
+        ValueError: the model has no trainable parameter to watch, or DeepSpeed or Megatron-core trains it; a cadence,
+            name filter, backend or threshold is invalid; a metric matches nothing; a guard could decide differently on
+            the ranks.
         RuntimeError: there is neither a run nor a sink; the backend cannot run on the model's device, or cannot be
             compiled.
 
@@ -197,8 +199,8 @@ def watch(
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included. What does not
     # depend on the model was checked by the decorator.
-    if has_deepspeed(module for _, module in with_prefixes(model)):
-        raise ValueError(f"watch(): {DEEPSPEED_REFUSED}")
+    if (why := refused_engine(module for _, module in with_prefixes(model))) is not None:
+        raise ValueError(f"watch(): {why}")
     registry = ParameterRegistry(model, include=include, exclude=exclude)
     if group_by is not None and not isinstance(group := group_function(group_by)(registry.names[0]), str):
         found = f"{group!r} for {registry.names[0]!r}"
@@ -212,8 +214,10 @@ def watch(
         probes.append(ParameterHistograms(backend))
     chosen_rules = default_rules() + rules_of(chosen_metrics) if rules is None else _rules_of_user(rules)
     skip_guard = resolve_guard(guard)
-    if skip_guard is not None and world_size() > 1 and has_shards(registry.models()):
-        refuse_guard(uses_fsdp1=has_fsdp1(registry.models()), function=skip_guard.is_bad is not None)
+    if skip_guard is not None and world_size() > 1:
+        models = registry.models()
+        is_function = skip_guard.is_bad is not None and has_shards(models)
+        refuse_guard(uses_fsdp1=has_fsdp1(models), function=is_function, has_stages=has_stages(models))
     chosen = list(sinks or ())
     used_run = _run_of(run, sinks)
     _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)

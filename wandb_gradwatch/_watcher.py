@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import math
 import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
+from ._boundary import entry_point
 from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
@@ -26,11 +27,13 @@ from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
 from ._pipeline.dispatcher import Dispatcher
 from ._pipeline.pipeline import Pipeline
+from ._pipeline.rank_parts import description
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_state import load_state, save_state
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
 from ._runtime.notices import CannotWatchError
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, rank_store, world_size
+from ._runtime.rank_session import RankSession
+from ._runtime.sharding import rank, refused_engine, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
@@ -40,8 +43,6 @@ from .snapshot import Snapshot
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-# Ranks that call watch() equally often give a watcher the same number, which identifies whose windows are merged.
-_NUMBERS: Final = itertools.count()
 _REPLAYED: Final = {*NONFINITE_TITLES, LossScaleCollapse.title}  # after these alerts a step is run again
 
 
@@ -53,10 +54,10 @@ class Watcher:
     """
 
     def __init__(self, registry: ParameterRegistry, config: Config, models: Sequence[torch.nn.Module]) -> None:
-        name = str(next(_NUMBERS))
         self._registry = registry
         self._alert_manager = AlertManager(config.rules)
         self._removed, self._is_new = False, True  # new: nothing has been delivered yet
+        self._has_failed = False  # whether a failure of the monitor was reported
         self._boundary = ErrorBoundary(self._failed)
         window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=rank() == 0)
@@ -65,6 +66,7 @@ class Watcher:
         self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect_some)
         self._parts = parts = self._sampler.parts
         self._found: list[Alert] = []  # alerts of replays, sent at the next delivery
+        self._session = RankSession(description(registry)) if world_size() > 1 else None
         guarded = config.capture.guard is not None and config.capture.guard.replay
         if guarded or config.on_nonfinite == "trace":
             parts.replay = StepReplay(
@@ -73,17 +75,21 @@ class Watcher:
                 parts.notices.say,
                 always=guarded,
                 boundary=self._boundary,
-                store=rank_store(f"{name}/replay") if world_size() > 1 else None,
+                store=partial(self._session.store, "replay") if self._session is not None else lambda: None,
             )
             if parts.guard is not None and guarded:
                 parts.guard.replay = parts.replay
-        self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, name)
+        self._pipeline = Pipeline(
+            parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, self._session
+        )
+        if parts.guard is not None:
+            parts.guard.compare_ranks = self._pipeline.compare_ranks
         self._models: list[weakref.ref[torch.nn.Module]] = []
         try:
-            self._sampler.start(name)
+            self._sampler.start(self._session)
             # The watcher must not keep the model alive, and its hooks must not outlive the model.
             self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
-            self._dispatcher.before_runs_end(self.flush)
+            self._dispatcher.before_runs_end(self._run_ends)
             atexit.register(self._script_ends)
             WATCHERS.append(self)
         except BaseException:  # Ctrl-C, most likely: nobody will have a watcher to remove
@@ -93,7 +99,7 @@ class Watcher:
     def __enter__(self) -> Watcher:
         return self
 
-    @alone
+    @alone()
     def __exit__(self, exception_type: object, *_: object) -> None:
         self._remove(merge=exception_type is None)
 
@@ -101,22 +107,24 @@ class Watcher:
         """A copy or a pickle of a model that has its watcher as an attribute contains None instead."""
         return type(None), ()
 
+    @entry_point(lambda: "Watcher")
     def __repr__(self) -> str:
         state = "removed" if self._removed else f"step {self.step}"
         return f"Watcher({len(self._registry.names)} parameters, {state})"
 
     @property
+    @entry_point(lambda: 0)
     def step(self) -> int:
         """The number of the last finished step."""
         return self._parts.clock.last_step
 
-    @alone
+    @alone()
     def mark_step(self) -> None:
         """Count an update. Only training loops without an optimizer need to call this, after each update."""
         self._sampler.mark_step()
         self._deliver()
 
-    @alone
+    @alone()
     def loss(self, value: float | Tensor, *, is_share: bool = False) -> None:
         """Log the loss of the current update as `gradwatch/loss`; a loss that is not finite raises an alert.
 
@@ -138,25 +146,27 @@ class Watcher:
             self._sampler.take_loss(one, is_share=is_share)
 
     @property
+    @entry_point(tuple)
     def parameter_names(self) -> tuple[str, ...]:
         """The names of all watched parameters, including frozen ones, without the prefixes of wrappers."""
         return tuple(self._registry.names)
 
     @property
-    @alone
+    @alone()
     def latest(self) -> Snapshot | None:
         """The newest flushed snapshot; before the first flush, the samples so far; None if there are none."""
         self._collect()
         return self._pipeline.newest
 
     @property
-    @alone
+    @alone(lambda: True)
     def healthy(self) -> bool:
         """False if a rule found an error in the newest sample that has arrived."""
         self._collect()
         return self._alert_manager.healthy
 
     @property
+    @entry_point(dict)
     def metric_seconds(self) -> dict[str, float]:
         """The host time in seconds of each of `metrics=` so far, by its repr; all `Metric`s share one entry.
 
@@ -164,6 +174,7 @@ class Watcher:
         """
         return self._parts.probes.seconds_of_each
 
+    @entry_point(lambda: False)
     def watches(self, model: object) -> bool:
         """Return whether this is one of the watched models, with or without a wrapper."""
         inner = unwrapped(model) if isinstance(model, torch.nn.Module) else model
@@ -173,7 +184,7 @@ class Watcher:
         """Return the key prefix of the model's totals in this W&B run, for each sink that writes to the run."""
         return self._dispatcher.namespaces_in(run)
 
-    @alone
+    @alone(list)
     def diagnose(self) -> list[Diagnosis]:
         """Return the probable causes of alerts that the last samples show, most probable first; [] if there are none.
 
@@ -182,7 +193,7 @@ class Watcher:
         self._collect()
         return self._rule_runner.diagnose()
 
-    @alone
+    @alone(Summary.empty)
     def summary(self) -> Summary:
         """Return the worst layers, the total norm and the alerts of the last samples, for print() or a notebook."""
         self._collect()
@@ -190,11 +201,12 @@ class Watcher:
         overhead_ratio = math.nan if newest is None else newest.overhead_ratio
         return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
 
+    @entry_point()
     def note(self, /, **context: object) -> None:
         """Attach values to the open step in the flight recorder, such as `watcher.note(batch=17)`."""
         self._dispatcher.recorder.note(self._parts.clock.open_step, **context)
 
-    @alone
+    @alone(list)
     def record(self, path: str | Path | None = None) -> list[Path]:
         """Write the flight recorder to a path. Without a path: beside the run, which also gets its table.
 
@@ -204,7 +216,7 @@ class Watcher:
         self._collect()
         return self._dispatcher.record(path, table=path is None)
 
-    @alone
+    @alone()
     def wait(self) -> None:
         """Wait until every sample so far has arrived and the rules have checked it.
 
@@ -214,9 +226,12 @@ class Watcher:
             self._sampler.end_sample()
             self._deliver(wait=True)
 
-    @alone
+    @alone()
     def flush(self) -> Snapshot | None:
         """End the window now: wait until its samples have arrived, and write them to the sinks.
+
+        For a sharded model, call this on all ranks: the call waits half a second for ranks that do not, and the row is
+        written when they end their window.
 
         Returns:
             The newest flushed window that no earlier call has returned; None if there is none.
@@ -224,26 +239,35 @@ class Watcher:
         self._flush_window(final=False)
         return self._pipeline.pop_unreturned()
 
+    @alone()
+    def _run_ends(self) -> None:
+        if not self._removed:
+            self._boundary.run(self._sampler.run_ends)
+        self._flush_window(final=False)
+
     def _flush_window(self, *, final: bool) -> None:
         if not self._removed:
             self._sampler.end_sample(final=final)
+            if final:
+                self._boundary.run(self._sampler.run_ends)
             self._boundary.run(self._sampler.look_at_parameters)
             try:
                 self._deliver(wait=True)
             finally:  # on_alert may have raised
                 if self._pipeline.window:
                     self._sampler.flush_window()
-                    self._deliver(wait=True)
+                self._deliver(wait=True, flushed=True, final=final)
 
-    @alone
+    @alone()
     def remove(self) -> None:
         """Flush, remove every hook and close the sinks. Further calls do nothing.
 
-        The last window of a sharded model is merged over the ranks: call this on all of them.
+        The last window of a sharded model is merged over the ranks: call this on all of them. The call waits at most
+        1.5 s for ranks that do not, and without them the window is not written.
         """
         self._remove(merge=True)
 
-    @alone
+    @alone(dict)
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed training needs, as numbers, lists and tensors.
 
@@ -252,7 +276,7 @@ class Watcher:
         self.wait()
         return save_state(self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 
-    @alone
+    @alone()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`. Parameters are matched by name; parameters that no longer exist are dropped.
 
@@ -271,7 +295,9 @@ class Watcher:
 
     def _remove(self, *, merge: bool) -> None:
         if self._removed or self._boundary.in_forked_child:
-            self._stop()  # a guard whose monitor has failed may still vote; a forked child does not own the run
+            if self in WATCHERS:  # its monitor has failed; or a forked child, which does not own the run
+                self._stop()
+                self._guard_leaves()
             return
         self._pipeline.merges = merge
         try:
@@ -279,33 +305,49 @@ class Watcher:
             if self._parts.guard is not None:
                 self._parts.guard.learn(keep=0, raises=False)
                 self._say()
-        finally:  # on_alert may have raised
-            self._stop()
-            self._close()
+        except Exception as error:
+            self._boundary.caught(error)  # what is meant for the training, as of on_alert, is raised below
+        finally:
+            if not self._removed:
+                with ExitStack() as stack:
+                    stack.callback(self._close)
+                    stack.callback(self._guard_leaves)
+                    stack.callback(self._stop)
 
     def _close(self) -> None:
         schedule = self._parts.schedule
         self._dispatcher.close(num_measured=schedule.num_measured, num_steps=schedule.num_steps)
 
+    def _guard_leaves(self) -> None:
+        """Let a guard of a sharded model vote until those of all ranks are removed: the others wait for its vote."""
+        if self._parts.guard is not None and self._parts.shards.any and not self._boundary.in_forked_child:
+            self._parts.guard.keep_voting(self._registry.slot_of_id, self._registry.models(), is_removed=True)
+
     def _stop(self) -> None:
         self._removed = True
         self._models = []  # otherwise _model_gone would run while the interpreter exits, when torch no longer exists
-        self._sampler.stop()
-        self._registry.let_go()
-        if self._parts.replay is not None:
-            self._parts.replay.close()
-        self._pipeline.close()
-        atexit.unregister(self._script_ends)
         if self in WATCHERS:
             WATCHERS.remove(self)
+        with ExitStack() as stack:  # which calls each of these, newest first, even if another one raises
+            stack.callback(atexit.unregister, self._script_ends)
+            if not self._boundary.in_forked_child:  # the connections belong to the parent
+                if self._session is not None:
+                    stack.callback(self._session.end)
+                stack.callback(self._pipeline.close)
+            if self._parts.replay is not None:
+                stack.callback(self._parts.replay.close)
+            stack.callback(self._registry.let_go)
+            stack.callback(self._sampler.stop)
 
+    @entry_point()
     def _script_ends(self) -> None:
-        """Remove the watcher at exit: after a plain end, sys.exit(), an exception or Ctrl-C. Ranks are not merged."""
+        """Remove the watcher at exit: after a plain end, sys.exit(), an exception or Ctrl-C."""
         crashed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if crashed is not None and not self._removed and not self._boundary.in_forked_child:
             self.record()
-        self._remove(merge=False)
+        self._remove(merge=crashed is None)
 
+    @entry_point()
     def _model_gone(self, _: object) -> None:
         # Do nothing while a graph is captured or traced, because the flush would become part of the graph, nor while
         # another thread holds the lock, because a finalizer must not wait. The exit handler then removes the watcher.
@@ -320,9 +362,21 @@ class Watcher:
     def _failed(self, error: Exception) -> None:
         """After an exception inside the monitor: log it once and stop, but keep what was measured. Training goes on."""
         if self._removed:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.error("wandb_gradwatch failed while it stopped watching; training goes on.", exc_info=error)
             return
-        self._stop()
-        if self._parts.guard is not None and self._parts.guard.keep_voting(self._registry.slot_of_id):
+        self._has_failed = True
+        with ExitStack() as stack:  # which calls each of these, newest first, even if another one raises
+            stack.callback(self._close)
+            stack.callback(self._deliver_the_last, error)
+            stack.callback(self._report, error)
+            stack.callback(self._stop)
+
+    def _report(self, error: Exception) -> None:
+        if self._parts.guard is not None and self._parts.guard.keep_voting(
+            self._registry.slot_of_id, self._registry.models()
+        ):
             WATCHERS.append(self)  # so that unwatch() and another watch() can end the voting
         unguarded = "" if self._parts.guard is None else ", unguarded"
         if isinstance(error, CannotWatchError):
@@ -333,6 +387,8 @@ class Watcher:
                 unguarded,
                 exc_info=error,
             )
+
+    def _deliver_the_last(self, error: Exception) -> None:
         try:
             self._say()  # messages from before the failure; on_alert may raise
             if isinstance(error, CannotWatchError):  # the monitor itself works
@@ -342,7 +398,6 @@ class Watcher:
                 self._pipeline.rescue()
             except Exception:  # the failure that ended the monitor may repeat here
                 logger.exception("wandb_gradwatch could not write the last samples.")
-            self._close()
 
     def _collect_some(self) -> None:
         """Deliver what has arrived, unless nothing is notable: then it may wait for the next samples."""
@@ -370,13 +425,14 @@ class Watcher:
             text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
-    def _deliver(self, *, wait: bool = False) -> None:
+    def _deliver(self, *, wait: bool = False, flushed: bool = False, final: bool = False) -> None:
         self._say()
         is_new, self._is_new = self._is_new, False
-        if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
+        why = refused_engine(self._registry.models()) if is_new else None
+        if why is not None:  # the engine was set up since watch(), and no backward was seen
             self._stop()
             self._close()
-            logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
+            logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", why)
             return
         while self._found:
             self._dispatcher.send(self._found.pop(0))
@@ -385,7 +441,7 @@ class Watcher:
             self._boundary.seconds_spent += on_rows
             schedule.seconds_on_rows += on_rows
             try:
-                self._pipeline.deliver(wait=wait)
+                self._pipeline.deliver(wait=wait, flushed=flushed, final=final)
             finally:  # on_alert may have raised
                 news = self._dispatcher.pop_news()
                 if not self._boundary.is_hidden():

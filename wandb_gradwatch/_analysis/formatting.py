@@ -1,5 +1,6 @@
 """The format of alert texts: the fact, the worst layers, the probable cause and the remedy, in this order."""
 
+import unicodedata
 from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Final, TypeVar
@@ -16,6 +17,23 @@ Item = TypeVar("Item")
 MAX_LAYERS: Final = 5
 CAUSE_PREFIX: Final = "Probable cause: "
 FOUND_PREFIX: Final = "found by running the step again. "  # a description of the first bad operation follows
+
+
+# Unicode categories: controls, formats such as those that change the direction, half characters, private use, and
+# separators of lines and paragraphs.
+_INVISIBLE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
+
+
+def visible_text(text: str, *, keep: str = "\n\t") -> str:
+    """Make characters visible that hide, change the text's direction or control a terminal: U+202E becomes ‹U+202E›.
+
+    Everything from a file or a model that reaches a terminal or a page passes through this function. Characters in
+    `keep` stay.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    hides = {char for char in set(text) - set(keep) if unicodedata.category(char) in _INVISIBLE}
+    return "".join(f"‹U+{ord(char):04X}›" if char in hides else char for char in text)
 
 
 def number(value: float) -> str:

@@ -19,6 +19,9 @@ MAX_KINDS: Final = 8
 # not ask for, is so in the next samples as well.
 ALIKE: Final = 5
 
+# Kinds of plain values, one of which a loaded value must not replace by another.
+_SAME_KIND: Final = ((bool, int, float), (str,), (list, tuple, set, deque), (dict,))
+
 Kept = TypeVar("Kept", bound="Remembers")
 
 
@@ -30,6 +33,8 @@ class Remembers:
         return {name: _plain(getattr(self, name)) for name in self._remembered()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping):
+            raise ValueError(f"the state of {type(self).__name__} cannot be {state!r:.50}")
         loaded = {name: _restored(getattr(self, name), state[name]) for name in self._remembered()}
         vars(self).update(loaded)
 
@@ -58,6 +63,8 @@ def _restored(now: Any, value: Any) -> Any:
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(value)
         return now
+    if value is not None and any(isinstance(now, kinds) and not isinstance(value, kinds) for kinds in _SAME_KIND):
+        raise ValueError(f"{now!r:.50} cannot be replaced by {value!r:.50}")
     if isinstance(now, list | tuple | set | deque):
         items = [np.array(item, dtype=np.float64) if isinstance(item, list) else item for item in value]
         return deque(items, now.maxlen) if isinstance(now, deque) else type(now)(items)
@@ -92,8 +99,8 @@ class PerName:
         return {name: value for name, value in self._all().items() if value != self.default and value == value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        self._elsewhere = {_checked_name(name): float(value) for name, value in state.items()}
         self.names, self.values_P = (), np.zeros(0)
-        self._elsewhere = {str(name): float(value) for name, value in state.items()}
 
 
 class Streaks(Remembers):
@@ -212,7 +219,13 @@ class PerKind(Generic[Kept]):
         return [[sorted(members), kept.state_dict()] for members, kept in self._kept]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
-        self._names, self._of_mask, self._kept = (), {}, []
-        for members, of_kind in state:
-            self._kept.append((frozenset(members), self._make()))
-            self._kept[-1][1].load_state_dict(of_kind)
+        loaded = [(frozenset(map(_checked_name, members)), self._make()) for members, _ in state]
+        for (_, kept), (_, of_kind) in zip(loaded, state, strict=True):
+            kept.load_state_dict(of_kind)
+        self._names, self._of_mask, self._kept = (), {}, loaded
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r:.50} is not the name of a parameter")
+    return name

@@ -96,11 +96,12 @@ class UpdatesByHand:
     def settle(self) -> None:
         """Accept the inferred updates as final."""
         if self.possible and not (self.proven or self.inside_backward):
-            self._notices.say(
+            self._notices.say_once_per_process(
                 "no optimizer",
                 "no optimizer step was seen that updates a watched parameter, so every backward after which the "
-                "gradients were reset counts as a step; if a torch.optim.Optimizer updates copies of the parameters, "
-                "pass optimizer=, otherwise call watcher.mark_step() after each update",
+                "gradients were reset counts as a step. Such a step may be a trial point of a line search: explosions, "
+                "spikes, dead and vanishing gradients are not judged. If a torch.optim.Optimizer updates copies of the "
+                "parameters, pass optimizer=, otherwise call watcher.mark_step() after each update.",
             )
         self.proven |= self.possible
 

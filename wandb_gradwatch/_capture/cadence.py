@@ -53,7 +53,7 @@ class Cadence:
         every = self.log_every or _LOG_EVERY
         return -(-step // every) * every
 
-    def histogram_due(self, step: int, *, last: int, num_rows: int, is_first: bool, is_last: bool) -> bool:
+    def histogram_due(self, step: int, *, last: int, last_histogram: int | None, is_first: bool, is_last: bool) -> bool:
         """Whether a measured step also gets a histogram.
 
         By default the last sample of a window gets one, as far as it is known to be the last, and the first sample, for
@@ -61,14 +61,16 @@ class Cadence:
 
         Args:
             last: the previous measured step.
-            num_rows: number of rows before this window's.
+            last_histogram: the first possible flush after the last sample with a histogram; None without one.
             is_first: whether the step is the first sample of its window.
             is_last: whether it is known to be the last one.
         """
         if self.histogram_every == 0:
             return False
         if self.histogram_every is None:
-            return num_rows % _ROWS_PER_HISTOGRAM == 0 and (is_first or is_last)
+            flush, every = self.next_flush(step), _ROWS_PER_HISTOGRAM * self.next_flush(1)
+            is_due = last_histogram in (None, flush) or flush - last_histogram >= every
+            return is_due and (is_first or is_last)
         return step // self.histogram_every != last // self.histogram_every
 
 

@@ -101,6 +101,10 @@ class SampleClock:
         is_fresh = not (self.stepped or self.marked or self.backwards)
         return is_fresh and self.num_closed > 0 and optimizer not in self.previous
 
+    def were_just_updated(self, optimizer: int) -> bool:
+        """Whether the optimizers of the last closed sample own all slots of this one."""
+        return self.owned[optimizer] <= frozenset().union(*(self.owned.get(key, ()) for key in self.previous))
+
     def join(self, optimizer: int) -> None:
         self.previous |= {optimizer}
 

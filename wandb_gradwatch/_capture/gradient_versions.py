@@ -100,6 +100,12 @@ class GradientVersions:
         """Forget all gradients: a new sample is open."""
         self.states, self._unmeasured = {}, set()
 
+    def forget(self, slots: Iterable[int]) -> None:
+        """Forget the gradients of these slots."""
+        for slot in slots:
+            self.states.pop(slot, None)
+            self._unmeasured.discard(slot)
+
     def remember(self, slots: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Record that these gradients, [N] each, have been measured as they are now."""
         self.states.update(zip(slots, look_at(gradients), strict=True))

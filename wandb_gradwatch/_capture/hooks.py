@@ -11,7 +11,7 @@ Post-accumulate-grad hooks are registered only where gradients are needed inside
 parameters: no backward reaches the parameters of FSDP2, which calls these hooks itself once a gradient is in place.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from .._boundary import Boundary, entry_point
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import dynamo_disabled
 from .._runtime.sharding import local_part
@@ -59,8 +60,9 @@ class BackwardHooks:
     Before a gradient is accumulated, its slot is added to `clock.marked` and to `reached`.
 
     Args:
+        boundary: gets the exceptions of the hooks.
         on_arrival: called with a slot and its parameter once the gradient is accumulated: for sharded parameters, and
-            for every parameter after `tell_arrivals`.
+            for every parameter after `tell_arrivals`. A framework may call the hook outside of a backward.
         on_begin: called inside a hook before the first mark of a backward, with whether a gradient may already have
             been accumulated.
         on_end: called when the outermost backward has ended and all gradients are final.
@@ -70,11 +72,12 @@ class BackwardHooks:
         self,
         clock: SampleClock,
         *,
+        boundary: Boundary,
         on_arrival: Callable[[int, Tensor], None],
         on_begin: Callable[[bool], None],
         on_end: Callable[[], None],
     ) -> None:
-        self.clock = clock
+        self.clock, self._boundary = clock, boundary
         self.reached: set[int] = set()  # slots marked in the current backward
         self._on_arrival = on_arrival
         self._on_begin = on_begin
@@ -87,6 +90,9 @@ class BackwardHooks:
         self._taken_off: frozenset[int] = frozenset()  # ids of parameters whose hooks are removed for the moment
         self._kept: dict[int, _Hooks] = {}  # the hooks among them that can be put back, by id(parameter)
         self._tells_arrivals = self._removed = False
+        # Whether gradients have arrived outside of a backward: FSDP2 inside torch.distributed.pipelining reduces them
+        # after the last micro-batch. They are treated like those of a backward that lasts until `end_outside`.
+        self._is_open_outside = False
 
     def follow(self, entries: Iterable[Entry]) -> list[int]:
         """Hook every parameter that can have a gradient and has no hook yet. Returns the slots of new parameters.
@@ -161,61 +167,75 @@ class BackwardHooks:
         self.take_off(())
 
     def _register(self, slot: int, parameter: Tensor) -> _Hooks:
-        of_slot, clock, reached = [slot], self.clock, self.reached
-
-        @unserializable_hook  # type: ignore[untyped-decorator]  # avoids a warning of torch if it is pickled
-        @dynamo_disabled
-        def mark_gradient(_: Tensor) -> None:
-            task = current_graph_task()
-            if task not in self._armed:
-                if self._removed or task == self._of_grad:
-                    return
-                if not accumulates():
-                    self._of_grad = task
-                    return
-                self.arm(task, has_accumulated=False)
-            if not clock.muted and of_slot[0] != NO_SLOT:  # inline: it runs once per parameter
-                clock.marked.add(of_slot[0])
-                reached.add(of_slot[0])
-
+        of_slot = [slot]
         # A lazy module's parameter refuses every torch function until its first forward, which keeps the hook.
         with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
             tells_arrival = self._tells_arrivals or local_part(parameter) is not parameter
+            # The decorator avoids a warning of torch if the parameter is pickled.
+            mark_gradient = unserializable_hook(partial(self._mark_gradient, of_slot))  # type: ignore[no-untyped-call]
             handle = parameter.register_hook(mark_gradient)  # type: ignore[no-untyped-call]
             hooks = _Hooks(of_slot, [handle], parameter._backward_hooks or {})
             if tells_arrival:
                 self._register_arrival(parameter, hooks)
         return hooks
 
-    def _register_arrival(self, parameter: Tensor, hooks: _Hooks) -> None:
-        @dynamo_disabled
-        def tell(arrived: Tensor) -> None:
-            slot = hooks.slot[0]
-            if self._removed:
+    @dynamo_disabled
+    @entry_point()
+    def _mark_gradient(self, of_slot: Sequence[int], _: Tensor) -> None:
+        task = current_graph_task()
+        if task not in self._armed:
+            if self._removed or task == self._of_grad:
                 return
-            self.arm(current_graph_task())
-            if not self.clock.muted and slot != NO_SLOT:
-                self.clock.marked.add(slot)
-                self.reached.add(slot)
-                self._on_arrival(slot, arrived)
+            if not accumulates():
+                self._of_grad = task
+                return
+            self.arm(task, has_accumulated=False)
+        slot = of_slot[0]
+        if not self.clock.muted and slot != NO_SLOT:  # inline: it runs once per parameter
+            self.clock.marked.add(slot)
+            self.reached.add(slot)
 
-        handle = parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
+    def _register_arrival(self, parameter: Tensor, hooks: _Hooks) -> None:
+        handle = parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, hooks.slot))  # type: ignore[no-untyped-call]
         hooks.handles.append(handle)
         all_hooks = handle.hooks_dict_ref()
         for key in [key for key in all_hooks if key != handle.id]:  # must run after it: they may take the gradient away
             all_hooks[key] = all_hooks.pop(key)
 
+    @dynamo_disabled
+    @entry_point()
+    def _gradient_arrived(self, of_slot: Sequence[int], parameter: Tensor) -> None:
+        if self._removed:
+            return
+        slot, task = of_slot[0], current_graph_task()
+        if task != -1:
+            self.arm(task)
+        elif not self._is_open_outside:
+            self._is_open_outside = True
+            self._on_begin(True)
+        if not self.clock.muted and slot != NO_SLOT:
+            self.clock.marked.add(slot)
+            self.reached.add(slot)
+            self._on_arrival(slot, parameter)
+
     def arm(self, task: int, *, has_accumulated: bool = True) -> None:
         """Arrange for on_end to be called when this graph task's backward has ended."""
         if task in self._armed:
             return
+        self.end_outside()
         if len(self._armed) >= _MAX_ARMED:
             self._armed.clear()
         self._armed.add(task)
         self._on_begin(has_accumulated)
-        _queue(partial(_queue, partial(self._last_callback, task)))
+        _queue(partial(self._callback, task))
 
     @dynamo_disabled
+    @entry_point()
+    def _callback(self, task: int) -> None:
+        _queue(partial(self._last_callback, task))
+
+    @dynamo_disabled
+    @entry_point()
     def _last_callback(self, task: int) -> None:
         self._armed.discard(task)
         if self._removed:
@@ -226,18 +246,25 @@ class BackwardHooks:
         else:  # the inner backward of a re-entrant checkpoint: the outer one still runs
             self._carry_outward(node)
 
+    def end_outside(self) -> None:
+        """Call on_end if gradients have arrived outside of a backward: they are used or changed now."""
+        if self._is_open_outside:
+            self._is_open_outside = False
+            self._on_end()
+
     def _carry_outward(self, checkpoint: Any) -> None:
         """Arm the outer backward too, in case it marks no parameter of its own."""
         following = next((node for node, _ in checkpoint.next_functions if node is not None), None)
         handles: list[RemovableHandle] = []
-
-        def arm_once(_: Any) -> None:
-            if handles:
-                handles.pop().remove()
-                self.arm(current_graph_task())
-
         if following is not None:
-            handles.append(following.register_prehook(arm_once))
+            handles.append(following.register_prehook(partial(self._arm_once, handles)))
+
+    @dynamo_disabled
+    @entry_point()
+    def _arm_once(self, handles: list[RemovableHandle], _: Any) -> None:
+        if handles:
+            handles.pop().remove()
+            self.arm(current_graph_task())
 
 
 def _remove(hooks: _Hooks) -> None:
@@ -253,6 +280,5 @@ def accumulates() -> bool:
         return False
 
 
-@dynamo_disabled
 def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)

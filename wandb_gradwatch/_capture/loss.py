@@ -5,6 +5,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from .._boundary import CallbackError
 from .._measure.elements import onto, wide_dtype
 from .._runtime.sharding import local_part
 from ..snapshot import keys
@@ -98,13 +99,19 @@ def _together(one: _Total | None, other: _Total) -> _Total:
 
 
 def checked_loss(value: object) -> Tensor:
-    """Return the value as a tensor of one element, and raise if it is none."""
+    """Return the value as a tensor of one element.
+
+    Raises:
+        CallbackError: it is none; the cause is the TypeError or ValueError for the user.
+    """
     if isinstance(value, Real) and not isinstance(value, bool):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     if not isinstance(value, Tensor):
-        raise TypeError(f"watcher.loss({value!r}) must be a tensor of one element, or a number")
+        raise CallbackError from TypeError(
+            f"watcher.loss() was given a {type(value).__name__}, but must get a tensor of one element, or a number"
+        )
     if value.numel() != 1 or value.is_complex():
-        raise ValueError(
+        raise CallbackError from ValueError(
             f"watcher.loss() takes a tensor of one real element, but got shape {[*value.shape]} of {value.dtype}; "
             "pass the tensor that backward() is called on"
         )

@@ -12,7 +12,7 @@ from .._runtime.sharding import world_size
 from .._transfer.transfers import Sample
 from ..snapshot import keys
 from .clock import Closed
-from .gradient_versions import REPLACED, Inspection, is_new, look_at, were_reset
+from .gradient_versions import REPLACED, GradientVersions, Inspection, is_new, look_at, were_reset
 from .loss import Number
 from .measurer import Measurer
 from .optimizer_registry import learning_rate_of
@@ -27,17 +27,18 @@ class OpenSample:
     def __init__(self, parts: CaptureParts, measurer: Measurer) -> None:
         self._parts = parts
         self._measurer = measurer
-        self.boundary = parts.boundary
+        self._boundary = parts.boundary
         self._being_unscaled = Inspection()
         self._forget_gradients()
         self.was_reset = False  # whether gradients of earlier backwards were reset without a step
+        self.is_inferred = False  # whether its update is only inferred from a reset of the gradients
         self._learning_rate = math.nan  # the largest among the optimizers that step in this sample
 
     def begin(self) -> None:
         """Open a new sample."""
         self._parts.schedule.open()
         self._forget_gradients()
-        self.was_reset, self._learning_rate = False, math.nan
+        self.was_reset, self.is_inferred, self._learning_rate = False, False, math.nan
         if self._parts.probes.active:
             self._parts.probes.tell(Probe.start, self._parts.schedule.is_sampled, self._parts.schedule.has_histogram)
 
@@ -52,6 +53,7 @@ class OpenSample:
         self._compared: tuple[int, ...] = ()
         self._compared_early: tuple[int, ...] = ()
         self._unscaled: set[int] = set()  # slots whose gradients a scaler has divided
+        self._used = GradientVersions()  # the gradients that the running step will use, if it may change them itself
         self._clipped: set[int] = set()  # slots whose gradients torch's functions clip or have clipped
         self._received: set[int] = set()  # slots whose gradients after clipping are known, for an update by hand
         self.by_torch = False  # whether one of torch's functions has clipped
@@ -73,6 +75,16 @@ class OpenSample:
             self.measure_present([(slot, parameter)])
         if parts.probes.look_inside and parts.schedule.is_sampled and parts.shards.is_whole(parameter):
             parts.probes.tell(Probe.gradient_arrived, parts.registry.names[slot], gradient.detach())
+
+    def measure_unmarked(self, entries: Sequence[Entry]) -> None:
+        """Measure the gradients of backwards that no hook has seen.
+
+        Parameters that had no gradient in the last sample count as reached if their gradient is not 0.
+        """
+        clock = self._parts.clock
+        clock.marked |= {slot for slot, p in entries if p.grad is not None and slot in clock.marked_before}
+        self.measure_present(entries)
+        self.mark_present(entries)
 
     def _drop_zeros_among(self, entries: Sequence[Entry]) -> None:
         """Drop the rows of unmarked gradients that are 0: zero_grad(set_to_none=False) has left them."""
@@ -113,11 +125,14 @@ class OpenSample:
 
     @contained
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Measure clipped gradients for an update by hand, because no optimizer step will show them."""
-        if self._parts.by_hand.possible and self._parts.rows_are_read:
-            entries = [entry for entry in self._clipped_among(parameters) if entry[1].grad is not None]
-            self._measurer.measure_received(entries, None, whole=True)
+        """Measure clipped gradients where nothing will show them later: by hand, or inside a step that may use them."""
+        entries = [entry for entry in self._clipped_among(parameters) if entry[1].grad is not None]
+        if not (self._parts.by_hand.possible and self._parts.rows_are_read):
+            entries = [entry for entry in entries if entry[0] in self._used.states]
+        if entries:
+            self._measurer.measure_received(entries, None, whole=self._parts.rows_are_read)
             self._received.update(slot for slot, _ in entries)
+            self._used.note([entry for entry in entries if entry[0] in self._used.states])
 
     @property
     def _is_clipped_here(self) -> bool:
@@ -167,7 +182,29 @@ class OpenSample:
                 self._measure_unclear(unclear, optimizer)
         if replaced := self._take_replaced(found):
             self._measurer.measure(replaced, received_by=optimizer)
-        modified = found.changed
+        self._measure_received(found, optimizer, masters)
+        found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler if the optimizer itself skips the step
+        if found_inf is not None:
+            parts.window.set_found_inf(found_inf)
+
+    def inspect_inner(self, optimizer: Optimizer) -> None:
+        """Measure again what a step has changed before it delegates to this optimizer.
+
+        A step may reduce gradients over ranks and clip them. Reduced gradients are measured like new ones, but what
+        torch's functions have clipped is only received. Whether other changes with several ranks are clipping is known
+        when the rows arrive; in a single process, changes inside the step are like those between backward and step.
+        """
+        found = self._parts.seen.inspect(self._parts.optimizers.entries(optimizer), inside_backward=False)
+        reduced = [entry for entry in found.changed if entry[0] not in self._clipped] if world_size() > 1 else []
+        if reduced and self._parts.rows_are_read:
+            self._parts.window.put_earlier(sorted(slot for slot, _ in reduced))
+            self._measurer.measure(reduced, received_by=optimizer)
+            self._measurer.note_precision(p.grad for _, p in reduced if p.grad is not None)
+            found.changed = [entry for entry in found.changed if entry[0] in self._clipped]
+        self._measure_received(found, optimizer, self._parts.optimizers.masters(optimizer))
+
+    def _measure_received(self, found: Inspection, optimizer: Optimizer, masters: list[Entry] | None) -> None:
+        parts, modified = self._parts, found.changed
         if masters is not None:
             slots = parts.optimizers.slots(optimizer).intersection(self._parts.seen.states)
             modified = [(slot, master) for slot, master in masters if slot in slots and master.grad is not None]
@@ -179,9 +216,36 @@ class OpenSample:
             self._measurer.measure_received(compared, optimizer, whole=whole)
         if modified:
             self._measurer.measure_received(modified, optimizer, whole=self._parts.rows_are_read)
-        found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler if the optimizer itself skips the step
-        if found_inf is not None:
-            parts.window.set_found_inf(found_inf)
+
+    def follow_update(self, optimizer: Optimizer, *, changes_gradients: bool) -> None:
+        """Note the gradients with which a step begins, if it may change them unseen before it uses them."""
+        if not (changes_gradients or self._used.states):  # the usual case: torch's optimizers
+            return
+        entries = self._parts.optimizers.entries(optimizer)
+        self._used.forget([slot for slot, _ in entries])
+        if changes_gradients:
+            self._used.note(entries)
+
+    def forget_update(self) -> None:
+        """A closure is evaluated again inside the step: later changes of the gradients tell nothing about the first."""
+        self._used.clear()
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Mark as unknown what the step has received, where it has changed gradients unseen."""
+        if not self._used.states:
+            return
+        parts, entries = self._parts, self._parts.optimizers.entries(optimizer)
+        writes, here = self._used.writes(entries), {slot for slot, p in entries if p.grad is not None}
+        self._used.clear()
+        if changed := sorted(slot for slot, number in writes.items() if number and slot in here):
+            parts.window.hide_received(changed)
+            parts.notices.say(
+                "changed inside the step",
+                f"{type(optimizer).__name__}.step() changes gradients ({parts.registry.some_names(changed)}) before or "
+                f"after it uses them, first in step {parts.clock.open_step}: what the update has used cannot be seen, "
+                "so grad_norm_clipped and clip_ratio are missing. They are known if the class clips with torch's "
+                "functions, or changes the gradients before it calls the step of one of torch's optimizers.",
+            )
 
     def _take_replaced(self, found: Inspection) -> list[Entry]:
         """Move replaced gradients out of `found.changed` if earlier backwards were reset, as by PCGrad.
@@ -204,17 +268,13 @@ class OpenSample:
         return replaced
 
     def _drop(self, found: Inspection) -> None:
-        """Drop the rows of gradients that are None by now; alert if none is left at all."""
-        self._parts.window.clear(found.gone)
-        if not (found.late or found.changed or found.unclear or found.unchanged):  # nothing is left
-            step = self._parts.clock.open_step
-            self._parts.notices.alert(
-                "No gradient",
-                "every gradient was already None when the optimizer stepped, though the backward had computed them.\n"
-                "Probable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after "
-                "step(), or before backward().",
-                step,
-            )
+        """Record that these gradients are None by now. Rows with NaN or Inf stay: a loop may drop bad gradients.
+
+        If none is left at all, other rows stay until they arrive, as those of gradients that were set to 0.
+        """
+        self._parts.window.receive_nothing(found.gone)
+        if found.late or found.changed or found.unclear or found.unchanged:
+            self._parts.window.drop_finite_rows(found.gone)
 
     def _without_backward(self, unclear: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Split gradients into new ones that were assigned without a backward, which calls hooks, and the rest."""
@@ -331,20 +391,23 @@ class OpenSample:
         found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss
         if parts.guard is not None:
             found |= parts.guard.take()
+        if self.is_inferred:
+            found[keys.INFERRED] = 1.0
         seen = (self._compared, self._compared_early, self.by_torch, self._measurer.eps)
         every, rate = closed.step - parts.schedule.last_sample, self._learning_rate
         parts.window.commit(Sample(closed.step, closed.skipped, updated, *seen, every, learning_rate=rate), found)
 
-    def leave_out_what_was_reset(self, *, has_accumulated: bool = False) -> None:
+    def leave_out_what_was_reset(self, *, has_accumulated: bool = False, is_last: bool = False) -> None:
         """Commit a left-out sample if gradients were reset before an optimizer used them: the loop may skip steps.
 
         Whether they were finite is known when their rows arrive. Finite ones were another use of a backward (SAM).
+        `is_last`: no step will follow, whether the gradients were reset or not.
         """
         parts = self._parts
         if not parts.is_measured or parts.by_hand.possible:
             return
         writes = parts.seen.writes(parts.registry.scan() if parts.seen.states else ())
-        if not were_reset(writes.values(), has_accumulated=has_accumulated):
+        if not (is_last or were_reset(writes.values(), has_accumulated=has_accumulated)):
             return
         if parts.schedule.is_sampled:
             sample = Sample(parts.clock.open_step, skipped=True, updated=(), left_out=True)

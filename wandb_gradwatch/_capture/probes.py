@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._boundary import CallbackError
 from .._interruptions import raise_interruption
 from .._measure.probe_values import ArrivedSums
-from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import Found as Found  # what take() returns, for probes
 
 Told = ParamSpec("Told")

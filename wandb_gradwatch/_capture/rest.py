@@ -2,6 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import Any, Final
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from .._boundary import entry_point
 from .._runtime.autograd import current_graph_task, num_nodes_made
 from .._runtime.error_boundary import contained, dynamo_disabled
 from .._runtime.sharding import world_size
@@ -35,7 +38,7 @@ class Rest(StepCounter, ABC):
     """Decides when to rest, counts samples meanwhile, and ends before the next sample."""
 
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
-        self._parts, self._clock, self._sample, self.boundary = parts, parts.clock, sample, parts.boundary
+        self._parts, self._clock, self._sample, self._boundary = parts, parts.clock, sample, parts.boundary
         self._last_step = -1  # the last step that the rest counts
         self._seconds = 0.0  # that were measured
 
@@ -63,7 +66,7 @@ class Rest(StepCounter, ABC):
         """Turn the hooks on again. `before_step`: because an optimizer is about to make a step that is not counted."""
         if before_step:
             self._parts.thread.step_begins()
-        self.boundary.seconds_spent += self.seconds_spent
+        self._boundary.seconds_spent += self.seconds_spent
         self._parts.schedule.seconds_on_counting += self.seconds_spent
         self._turn_hooks_on(before_step=before_step)
 
@@ -161,6 +164,7 @@ class StepRest(Rest):
             # A forward has run since the last counted step, and perhaps a backward without any hook.
             self._sample.mark_present(entries)
 
+    @entry_point(lambda: False)
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step. Returns whether the rest goes on: the step is counted, or part of one."""
         if not self._is_only_one and get_ident() != self._thread:
@@ -175,6 +179,7 @@ class StepRest(Rest):
             maker[1].begin()
         return True
 
+    @entry_point(lambda: False)
     def ends(self, optimizer: Optimizer) -> bool:
         maker = self._under_way
         if maker is None or self._makers.get(optimizer) is not maker:
@@ -199,6 +204,20 @@ class StepRest(Rest):
         self._made_last = self._leaders or stepped
         self._stepped = frozenset() if is_complete else stepped
         return is_next + is_complete
+
+
+@dataclass(slots=True)
+class _Witness:
+    """A parameter that notices a backward."""
+
+    parameter: Tensor
+    # Which gradient the next backward adds to, and its version then, unless it is reset or replaced before.
+    expected: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "_Witness":
+        gradient = parameter.grad
+        return cls(parameter, None if gradient is None else (id(gradient), version_of(gradient)))
 
 
 class BackwardRest(Rest):
@@ -242,7 +261,9 @@ class BackwardRest(Rest):
         self._turn_hooks_off()
         self._task = -1  # the graph task of the newest backward
         for one in sorted(fit, key=torch.numel)[:_WITNESSES]:
-            self._handles.append(one.register_hook(self._witness_of(one)))  # type: ignore[no-untyped-call]
+            # The decorator avoids a warning of torch if the parameter is pickled.
+            hook = unserializable_hook(partial(self._witness_reached, _Witness.of(one)))  # type: ignore[no-untyped-call]
+            self._handles.append(one.register_hook(hook))  # type: ignore[no-untyped-call]
         return True
 
     def _is_fit(self, parameter: Tensor) -> bool:
@@ -250,31 +271,20 @@ class BackwardRest(Rest):
         is_replaced = parameter.grad is not None and parameter.grad.layout != torch.strided
         return parameter.requires_grad and not is_replaced and self._parts.would_tell(parameter)
 
-    def _witness_of(self, parameter: Tensor) -> Any:
-        gradient = parameter.grad
-        # Which gradient the next backward adds to, and its version then, unless it is reset or replaced before.
-        expected = None if gradient is None else (id(gradient), version_of(gradient))
-
-        @unserializable_hook  # type: ignore[untyped-decorator]  # avoids a warning of torch if it is pickled
-        @dynamo_disabled
-        def backward_begins(_: Tensor) -> None:
-            nonlocal expected
-            if not accumulates():
-                return
-            began = time.perf_counter()
-            gradient = parameter.grad
-            if gradient is None:
-                was_reset, expected = True, None  # the version of its first gradient is not known in advance
-            else:
-                now = id(gradient), version_of(gradient)
-                was_reset, expected = expected is not None and now != expected, (now[0], now[1] + 1)
-            try:
-                self._backward_begins(was_reset=was_reset)
-            except Exception as error:
-                self.boundary.fail(error)
-            self._seconds += time.perf_counter() - began
-
-        return backward_begins
+    @dynamo_disabled
+    @entry_point()
+    def _witness_reached(self, witness: _Witness, _: Tensor) -> None:
+        if not accumulates():
+            return
+        began = time.perf_counter()
+        gradient = witness.parameter.grad
+        if gradient is None:
+            was_reset, witness.expected = True, None  # the version of its first gradient is not known in advance
+        else:
+            now, expected = (id(gradient), version_of(gradient)), witness.expected
+            was_reset, witness.expected = expected is not None and now != expected, (now[0], now[1] + 1)
+        self._backward_begins(was_reset=was_reset)
+        self._seconds += time.perf_counter() - began
 
     def _backward_begins(self, *, was_reset: bool) -> None:
         clock, task = self._clock, current_graph_task()
@@ -313,6 +323,7 @@ class BackwardRest(Rest):
         self._clock.step += 1
         return True
 
+    @entry_point(lambda: False)
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step. Returns whether the rest goes on: the step is part of a backward."""
         return self._inside_backward and current_graph_task() != -1

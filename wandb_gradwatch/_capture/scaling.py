@@ -22,8 +22,8 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from .._boundary import Call, RaisedToTheUser, entry_point
 from .._measure.elements import onto
-from .._runtime.error_boundary import raised_to_the_user
 from .._runtime.notices import CannotWatchError
 from .._runtime.steps import STEP_HOOKS, Listener, Listeners, OptimizerTable, parameters_of
 from .clock import SampleClock
@@ -90,71 +90,94 @@ class GradScalers(Listeners):
             known = self._known[optimizer] = ScaledSteps()
         return known
 
-    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
+    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
         classes: list[type] = [GradScaler]
         # It overrides `scale` and `unscale_`. A program that has imported FSDP may import it after watch().
         if "torch.distributed.fsdp" in sys.modules:
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
             classes.append(ShardedGradScaler)
-        methods = {"scale": self._scale, "unscale_": self._unscale, "step": self._step}
-        of_scalers = [(cls, name, wrapper) for cls in classes for name, wrapper in methods.items()]
-        return of_scalers + [(module, name, self._clip) for module in (clip_grad, utils) for name in _CLIPPING]
+        for cls in classes:
+            yield cls, "scale", {"before": self._scale_begins}
+            yield cls, "unscale_", {"before": self._unscale_begins, "after": self._unscale_ends}
+            yield cls, "step", {"before": self._step_begins, "after": self._step_ends}
+        for module in (clip_grad, utils):
+            for name in _CLIPPING:
+                yield module, name, {"before": self._clip_begins, "after": self._clip_ends}
 
     def _uninstall(self) -> None:
         super()._uninstall()
         self.last_used, self._known = None, OptimizerTable()  # what steps which optimizer is not seen from now on
 
-    def _scale(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        if scaler.is_enabled():
+    @entry_point()
+    def _scale_begins(self, call: Call) -> None:
+        if (scaler := call.args[0]).is_enabled():
             self.use(scaler)
-        return original(scaler, *args, **kwargs)
 
-    def _unscale(self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> Any:
-        if not scaler.is_enabled():
-            return original(scaler, optimizer)
-        self._learn(scaler, optimizer)
-        listeners = self._following(optimizer)
-        for listener in listeners:
-            listener.before_unscale(optimizer)
-        result = original(scaler, optimizer)
-        for listener in listeners:
-            listener.after_unscale(optimizer)
-        return result
+    @entry_point()
+    def _unscale_begins(self, call: Call) -> None:
+        if (optimizer := self._learn(call)) is not None:
+            call.found = optimizer, self._following(optimizer)
+            for listener in call.found[1]:
+                listener.before_unscale(optimizer)
 
-    def _step(
-        self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not scaler.is_enabled():
-            return original(scaler, optimizer, *args, **kwargs)
-        known = self._learn(scaler, optimizer)
-        known.has_stepped = False
-        result = original(scaler, optimizer, *args, **kwargs)
-        known.is_scalers = False
-        if not known.has_stepped:
-            for listener in self._following(optimizer):
+    @entry_point()
+    def _unscale_ends(self, call: Call) -> None:
+        if call.found is not None:
+            optimizer, listeners = call.found
+            for listener in listeners:
+                listener.after_unscale(optimizer)
+
+    @entry_point()
+    def _step_begins(self, call: Call) -> None:
+        if (optimizer := self._learn(call)) is not None:
+            call.found = optimizer, self.steps_of(optimizer)
+            call.found[1].has_stepped = False
+
+    @entry_point()
+    def _step_ends(self, call: Call) -> None:
+        if call.found is not None:
+            optimizer, known = call.found
+            known.is_scalers = False
+            for listener in () if known.has_stepped else self._following(optimizer):
                 listener.step_skipped(optimizer)
-        return result
 
     def _following(self, optimizer: Optimizer) -> list[Listener]:
         return [listener for listener in self._listeners if listener.follows(optimizer)]
 
-    def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> ScaledSteps:
+    def _learn(self, call: Call) -> Optimizer | None:
+        """Record which optimizer an enabled scaler unscales or steps, and return it."""
+        scaler, optimizer = call.args[0], _optimizer_in(call)
+        if optimizer is None or not scaler.is_enabled():
+            return None
         self.use(scaler)
         known = self.steps_of(optimizer)
         known.scaler, known.is_scalers = weakref.ref(scaler), True
-        return known
+        return optimizer
 
-    def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(parameters, *args, **kwargs)
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    @entry_point()
+    def _clip_begins(self, call: Call) -> None:
+        given = call.args[0] if call.args else call.kwargs.get("parameters")
+        if torch.compiler.is_compiling() or given is None:
+            return
+        with RaisedToTheUser():  # a generator can be read only once, and its exceptions are the user's
+            call.found = parameters = [given] if isinstance(given, Tensor) else list(given)
+        if call.args:
+            call.args = (parameters, *call.args[1:])
+        else:
+            call.kwargs["parameters"] = parameters
         for listener in self._listeners:
             listener.before_clipping(parameters)
-        result = original(parameters, *args, **kwargs)
-        for listener in self._listeners:
-            listener.after_clipping(parameters)
-        return result
+
+    @entry_point()
+    def _clip_ends(self, call: Call) -> None:
+        for listener in self._listeners if call.found is not None else ():
+            listener.after_clipping(call.found)
+
+
+def _optimizer_in(call: Call) -> Optimizer | None:
+    """Return the argument `optimizer` of a scaler's method."""
+    return call.args[1] if len(call.args) > 1 else call.kwargs.get("optimizer")
 
 
 SCALERS: Final = GradScalers()
@@ -191,8 +214,9 @@ class LossScale:
             return None
         if callable(scale) and not isinstance(scale, Tensor):
             if self._answer is None:
-                with raised_to_the_user():
-                    self._answer = scale(self._clock.open_step)
+                step = self._clock.open_step
+                with RaisedToTheUser():
+                    self._answer = scale(step)
             scale = self._answer
         if isinstance(scale, Tensor):
             return onto(scale.detach().reshape(()), device)

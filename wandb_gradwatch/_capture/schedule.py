@@ -1,14 +1,15 @@
 """Decides what is due at the open step (a sample, a histogram, a comparison by value) and when the window is full."""
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
 
 from .._runtime.autograd import Entry
+from .._runtime.sharding import is_partial
 from .cadence import Budget, Cadence, Plan
 from .clock import SampleClock
 
@@ -21,8 +22,8 @@ _COMPARED_WITHIN: Final = 50  # steps within which every gradient is compared on
 _LOOK_AHEAD: Final = 50  # steps for which a sample_every function is evaluated in advance
 _UNPLANNED: Final = Plan()
 _FIRST: Final = 10  # number of samples at successive steps, and steps between samples, until rank 0 has made a plan
-_WAIT: Final = timedelta(seconds=60)  # time limit for a rank 0 that is a whole window behind
 _KEPT: Final = 4  # number of plans kept in the store
+_MOST_STEPS: Final = 1 << 31  # a plan is stored as one number
 
 
 class Schedule:
@@ -36,7 +37,10 @@ class Schedule:
         self._last_compared, self._num_compared = clock.step, 0  # step of the last compared sample, and their number
         self.trusts_versions = True  # no gradient has been modified so far without a new version
         self.last_sample = clock.step
-        self._plan = self._own_plan = _UNPLANNED
+        # Steps that the clock's number includes although this process has not counted them: equal on ranks whose
+        # numbers mean the same steps.
+        self.num_uncounted = clock.step
+        self._plan = _UNPLANNED
         self.ranks: RankPlans | None = None  # shares the plan of rank 0; None: every rank uses its own
         self._next_sample = clock.open_step  # used if the budget decides
         # Since the last sample, not part of its cost: writing rows, and counting the steps in between.
@@ -46,7 +50,8 @@ class Schedule:
         self._first_step, self.num_measured = clock.step, 0  # the step before the first, and the measured steps since
         self._num_samples = 0  # samples with an update: a loss scaler's skipped step shows no clipping
         self._samples_in_window = 0
-        self._num_rows, self._next_row = 0, 0  # number of windows that were flushed; step of the next row that may come
+        self._last_row = clock.step  # at which the last window was flushed
+        self._last_histogram: int | None = None  # the flush of the last window with a histogram
 
     def start(self, now: float, seconds_spent: float, *, before: float = 0.0) -> None:
         """Start at time `now`; see `Budget.start`."""
@@ -68,7 +73,11 @@ class Schedule:
         of_flushed = max(_COMPARED_WITHIN // steps, 1) if is_last and steps >= _COMPARED_EVERY else 0
         self._compared_one_in = 1 if is_compared_whole else of_flushed
         self.has_histogram = self.is_sampled and cadence.histogram_due(
-            step, last=self.last_sample, num_rows=self._num_rows, is_first=not self._samples_in_window, is_last=is_last
+            step,
+            last=self.last_sample,
+            last_histogram=self._last_histogram,
+            is_first=not self._samples_in_window,
+            is_last=is_last,
         )
 
     def _exact_row(self, step: int) -> float:
@@ -78,14 +87,18 @@ class Schedule:
     def _row_is_due(self, flush: int) -> bool:
         """Whether a window that has samples is flushed at this step, at which windows may be flushed."""
         is_exact = self._cadence.log_every is not None or not self.is_open_ended
-        return is_exact or flush >= self._next_row
+        return is_exact or flush - self._last_row >= self._plan.row_every
 
     def compared(self, unmodified: Sequence[Entry]) -> Sequence[Entry]:
         """Return which of the open step's gradients that look unmodified are compared by value with their rows.
 
-        A part is enough: code that clips through `.data` modifies all of them.
+        A part is enough: code that clips through `.data` modifies all of them. Partial sums over ranks are left out:
+        their values need a collective, but each rank decides on its own how much it compares.
         """
-        if not self._compared_one_in or not unmodified:
+        if not self._compared_one_in:
+            return ()
+        unmodified = [entry for entry in unmodified if not is_partial(entry[1].grad)]
+        if not unmodified:
             return ()
         one_in = min(self._compared_one_in, len(unmodified))
         turn = self._num_compared % one_in
@@ -110,10 +123,13 @@ class Schedule:
         flush = self._cadence.next_flush(first)
         return min(sample, flush) if self.window_is_full(flush) else sample
 
-    def add_sample(self, step: int, *, skipped: bool, now: float, seconds_spent: float) -> None:
+    def add_sample(
+        self, step: int, *, skipped: bool, now: float, seconds_spent: float, must_agree: bool = False
+    ) -> None:
         """Record that a sample of this step was committed, and plan the next one.
 
-        `skipped`: a loss scaler has skipped the update. `now` and `seconds_spent` are those of `Budget.after_sample`.
+        `skipped`: a loss scaler has skipped the update. `now` and `seconds_spent` are those of `Budget.after_sample`,
+        `must_agree` is that of `RankPlans.exchange`.
         """
         self._samples_in_window += 1
         self.num_measured += 1
@@ -125,14 +141,14 @@ class Schedule:
             if self._cadence.log_every is not None:
                 self.seconds_left_out, on_rows = self.seconds_left_out + on_rows, 0.0
             left_out = self.seconds_left_out
-            self._own_plan = self._budget.after_sample(
+            own = self._budget.after_sample(
                 step, now - left_out, seconds_spent - left_out, on_rows=on_rows, on_counting=on_counting
             )
-            if self.ranks is None:
-                self._plan, self._next_row = self._own_plan, step + self._own_plan.row_every
-            elif self._plan is _UNPLANNED and self._num_samples >= _FIRST:  # at once if a run is resumed
-                self._plan = Plan(every=_FIRST)  # until the first plan of rank 0 takes effect
+            own = replace(own, row_every=own.row_every + step - self._last_row)
+            self._plan = own if self.ranks is None else self._plan_of_ranks(step, own, must_agree=must_agree)
             self._next_sample = self._plan.next_sample(step)
+        if self.has_histogram:
+            self._last_histogram = self._cadence.next_flush(step)
         self.last_sample, self.seconds_on_rows, self.seconds_on_counting = step, 0.0, 0.0
 
     @property
@@ -140,21 +156,25 @@ class Schedule:
         """The number of steps since the start, or since a state was loaded."""
         return self._clock.step - self._first_step
 
-    def end_window(self, *, must_agree: bool) -> None:
-        """Let the plan of rank 0 take effect: the window has been flushed at the same step on all ranks."""
-        if self.ranks is not None:
-            # A plan takes effect at the next flush, and holds until the one after it.
-            num_steps = 2 * max(self._cadence.next_flush(1), self._own_plan.row_every)
-            if self._own_plan is not _UNPLANNED:
-                self._own_plan = replace(self._own_plan, every=self._budget.pace(num_steps))
-            self._plan = self.ranks.exchange(self._own_plan, must_agree=must_agree) or self._plan
-            self._next_sample = self._plan.next_sample(self.last_sample)
-            self._next_row = self._clock.step + self._plan.row_every
+    def _plan_of_ranks(self, step: int, own: Plan, *, must_agree: bool) -> Plan:
+        assert self.ranks is not None
+        # Once between two possible rows, whether or not a window ends: the user may flush on one rank alone.
+        if self._cadence.next_flush(step) > self._cadence.next_flush(self.last_sample):
+            # A plan takes effect at the next exchange, and holds until the one after it.
+            num_steps = 2 * max(self._cadence.next_flush(1), own.every)
+            own = replace(own, every=self._budget.pace(num_steps))
+            self._plan = self.ranks.exchange(step, own, must_agree=must_agree) or self._plan
+        if self._plan is _UNPLANNED and self._num_samples >= _FIRST:  # at once if a run is resumed
+            return Plan(every=_FIRST)  # until the first plan of rank 0 takes effect
+        return self._plan
 
-    def begin_window(self) -> None:
-        """Begin a new window: the last one was flushed or dropped."""
-        self._num_rows += self._samples_in_window > 0
-        self._samples_in_window = 0
+    def begin_window(self, *, is_full: bool = True) -> None:
+        """Begin a new window: the last one was flushed or dropped, `is_full` unless the user has flushed it.
+
+        Ranks with one cadence end their next window at the same step, even if the user has flushed on one rank only.
+        """
+        if is_full or self.ranks is None:
+            self._samples_in_window, self._last_row = 0, self._clock.step
         self.open()
 
     def take_back(self, num_steps: int) -> None:
@@ -180,50 +200,59 @@ class Schedule:
             "trust_versions": self.trusts_versions,
             "num_samples": self._num_samples,
             "samples_in_window": self._samples_in_window,
-            "num_rows": self._num_rows,
+            "last_histogram": self._last_histogram,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_uncounted += int(state["step"]) - self._clock.step
         self._clock.step = int(state["step"])
         self.trusts_versions = bool(state["trust_versions"])
         self._num_samples = int(state["num_samples"])
         self._samples_in_window = int(state["samples_in_window"])
-        self._num_rows = int(state["num_rows"])
+        last_histogram = state["last_histogram"]
+        self._last_histogram = None if last_histogram is None else int(last_histogram)
         self.last_sample = self._last_compared = self._clock.step
-        self._next_sample = self._next_row = self._clock.open_step
+        self._next_sample, self._last_row = self._clock.open_step, self._clock.step
         self._first_step, self.num_measured = self._clock.step, 0
         self._budget.look_closely()  # the first steps show what the rollback or restart changed
         self.open()
 
 
 class RankPlans:
-    """One cadence for all ranks, which flush at the same steps: that of rank 0, which `leads`.
+    """One cadence for all ranks: that of rank 0, which `leads`. No rank waits.
 
-    The plan that rank 0 publishes at one flush takes effect at the following one: by then it has been in the store for
-    a whole window, so that reading it does not wait. The keys in the store are the numbers of the flushes.
+    The ranks exchange plans at the same samples. A plan that rank 0 publishes at one of them takes effect at the next
+    one, on all ranks: a rank whose gradients depend on rank 0 comes there after rank 0 has made all steps in between.
+    The keys in the store are the steps at which the plans were published.
+
+    Args:
+        store: returns the keys that the ranks share; None if not every rank is known to watch.
     """
 
-    def __init__(self, store: Store, *, leads: bool) -> None:
+    def __init__(self, store: Callable[[], Store | None], *, leads: bool) -> None:
         self._store, self._leads = store, leads
-        self._num_flushes = 0
+        self._last: str | None = None  # the step of the last exchange
+        self._published: deque[str] = deque()
 
-    def exchange(self, own: Plan, *, must_agree: bool) -> Plan | None:
+    def exchange(self, step: int, own: Plan, *, must_agree: bool) -> Plan | None:
         """Publish this rank's own plan if it leads. Returns the plan that takes effect now; None: the current one.
 
-        If the plan of rank 0 is missing, wait for it if ranks `must_agree` (those with shards must sample the same
-        steps), and raise after a minute; otherwise `own` takes effect.
+        If rank 0 has published no plan, because it no longer watches, no other rank finds one either: all keep their
+        current plan if they `must_agree` (those with shards must sample the same steps); otherwise `own` takes effect.
         """
-        number, self._num_flushes = self._num_flushes, self._num_flushes + 1
-        if self._leads:
-            self._store.set(str(number), f"{own.every} {own.row_every}")
-            if number >= _KEPT:
-                self._store.delete_key(str(number - _KEPT))
-        if not number:
-            return None
-        key = str(number - 1)
-        if must_agree:
-            self._store.wait([key], _WAIT)
-        elif not self._store.check([key]):
+        store, key = self._store(), str(step)
+        last, self._last = self._last, key
+        if store is None:
             return own
-        every, row_every = map(int, self._store.get(key).split())
-        return Plan(every, row_every)
+        if self._leads:
+            store.set(key, f"{own.every * _MOST_STEPS + min(own.row_every, _MOST_STEPS - 1)}")
+            self._published.append(key)
+            if len(self._published) > _KEPT:
+                store.delete_key(self._published.popleft())
+        if last is None:
+            return None
+        # `get` would wait for a key that is deleted meanwhile; adding 0 reads the number without waiting.
+        number = store.add(last, 0) if store.check([last]) else 0
+        if not number:
+            return None if must_agree else own
+        return Plan(*divmod(number, _MOST_STEPS))

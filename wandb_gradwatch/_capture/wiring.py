@@ -86,6 +86,7 @@ class Wiring:
         self._num_idle = 0  # number of samples with gradients whose optimizer has not stepped yet
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
+        self._has_said_nothing_seen = False
         self._num_elsewhere = 0  # number of steps of other models' optimizers before the first sample
         # slot -> version of the parameter when watch() was called
         self._versions_at_begin = parameter_registry.versions()
@@ -233,11 +234,10 @@ class Wiring:
         now = self._parameter_registry.versions()
         writes = (version - self._versions_at_begin.get(slot, 0) for slot, version in now.items())
         if max(writes, default=0) >= _PATIENCE_IN_WRITES:
-            self._notices.say(
-                "nothing seen",
+            self._say_nothing_seen(
                 "the model is trained, but no gradient was seen: only gradients in .grad are measured, and "
                 "torch.autograd.grad() does not write there. Set parameter.grad before each update, and call "
-                "watcher.mark_step() after it.",
+                "watcher.mark_step() after it."
             )
 
     def stepped_elsewhere(self) -> bool:
@@ -245,14 +245,29 @@ class Wiring:
         self._num_elsewhere += 1
         if self._num_elsewhere != _PATIENCE_IN_STEPS or self._clock.marked:
             return False
-        self._notices.say(
-            "nothing seen",
-            f"{_PATIENCE_IN_STEPS} optimizer steps have been made since watch(), but no backward has reached the "
-            "watched model, and nothing is logged. If a copy of it is trained (copy.deepcopy, "
-            "torch.func.functional_call), pass the model that is trained to watch(). If its own training begins later, "
-            "all is well.",
-        )
+        self._say_of_elsewhere(" If its own training begins later, all is well.")
         return True
+
+    def run_ends(self) -> None:
+        """Send what would have been sent later: the run or the watching ends."""
+        if self._without_model is not None and not self._optimizer_registry.num_known:
+            self._notices.append(self._without_model)
+        self._without_model = None
+        if self._num_elsewhere and not (self._clock.num_closed or self._clock.marked):
+            self._say_of_elsewhere()
+
+    def _say_of_elsewhere(self, more: str = "") -> None:
+        steps = "1 optimizer step has" if self._num_elsewhere == 1 else f"{self._num_elsewhere} optimizer steps have"
+        self._say_nothing_seen(
+            f"{steps} been made since watch(), but no backward has reached the watched model, and nothing is logged. "
+            "If a copy of it is trained (copy.deepcopy, torch.func.functional_call), pass the model that is trained to "
+            f"watch().{more}"
+        )
+
+    def _say_nothing_seen(self, text: str) -> None:
+        if not self._has_said_nothing_seen:
+            self._has_said_nothing_seen = True
+            self._notices.say("nothing seen", text)
 
     def stepped_without_the_model(self, optimizer: Optimizer) -> None:
         """Prepare an alert: the model has gradients, but an optimizer steps that holds none of its parameters.

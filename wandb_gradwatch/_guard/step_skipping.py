@@ -9,9 +9,11 @@ sample over   end_step()    the step's decisions are complete
 later         decide()      the guard learns from them
 """
 
+import logging
 import math
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -19,22 +21,24 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._boundary import Boundary, RaisedToTheUser, entry_point
 from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
-from .._runtime.error_boundary import raised_to_the_user
-from .._runtime.notices import Notices
+from .._runtime.notices import CannotWatchError, Notices
 from .._runtime.sharding import Shards, is_sharded, world_size
 from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Found, Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
-from .guard import SkipGuard, honours_found_inf
-from .rank_consensus import RankConsensus, refuse_guard
+from .guard import SkipGuard, TooManySkippedStepsError, honours_found_inf
+from .rank_consensus import PARTS_REFUSED, RankConsensus, refuse_guard
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 # N parameters of an optimizer
 
@@ -42,8 +46,8 @@ from .rank_consensus import RankConsensus, refuse_guard
 _LEARNT_AFTER: Final = 8
 
 _UNHEARD: Final = (
-    "the monitor of another rank has failed, so that no rank can tell whether the gradients of the whole model are "
-    "healthy: from here on every step is applied, on all ranks alike"
+    "the monitor of another rank has failed or was removed, so that no rank can tell whether the gradients of the "
+    "whole model are healthy: from here on every step is applied, on all ranks alike"
 )
 
 
@@ -76,8 +80,9 @@ class _Step:
 class StepSkipping(Listener):
     """Applies a guard's decisions to the optimizers.
 
-    If the monitor fails, the other ranks still wait for this rank's vote. It then listens to steps itself and abstains,
-    which ends the guard on all ranks at once: models would diverge if ranks decided differently.
+    If the monitor fails or is removed, the other ranks still wait for this rank's vote. It then listens to steps itself
+    and abstains, which ends the guard on all ranks at once: models would diverge if ranks decided differently. If all
+    ranks have removed theirs, the next vote is the last one.
     """
 
     def __init__(
@@ -89,13 +94,18 @@ class StepSkipping(Listener):
         notices: Notices,
     ) -> None:
         self._guard, self._window, self._shards, self._known, self._notices = guard, window, shards, known, notices
+        self._boundary = Boundary(self._failed)  # of the votes after a failure of the monitor, which has its own
         self.replay: StepReplay | None = None  # runs a bad step again
+        self.compare_ranks: Callable[[], None] = lambda: None  # raises if ranks train different parameters
         self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
         self._consensuses: dict[tuple[int, ...], RankConsensus] = {}  # of each optimizer, by its slots
         self._version = -1  # of the parameters, when the consensuses were made
         self._unlearnt: deque[_Step] = deque()
         self._has_voted = False  # on the step that an optimizer is about to make
-        self._slot_of_id: Mapping[int, int] = {}  # after the monitor has failed: the parameters to vote on
+        # After the monitor has failed or was removed: the parameters to vote on
+        self._slot_of_id: dict[int, int] = {}
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._is_removed = False
         self._pinned_pool = PinnedPool()
         # By the id of an optimizer that steps: restores what it was deprived of, or given.
         self._deprived: defaultdict[int, ExitStack] = defaultdict(ExitStack)
@@ -122,14 +132,16 @@ class StepSkipping(Listener):
             found: what else is known of the open sample, by key, for a guard's function.
         """
         self.learn()
+        self.compare_ranks()
         consensus = self._consensus(entries, version)
         # With shards use all slots, so that all ranks mean the same parameters: an empty shard may have no gradient.
         slots = tuple(sorted(slot for slot, parameter in entries if consensus or parameter.grad is not None))
         if not slots:
             return
         if self._guard.is_bad is not None:
-            with raised_to_the_user():
-                bad = bool(self._guard.is_bad(self._peek(slots, step, found)))
+            snapshot = self._peek(slots, step, found)
+            with RaisedToTheUser():
+                bad = bool(self._guard.is_bad(snapshot))
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
         limit = math.inf if inside_backward else self._guard.norms.limit(*self._present(slots))
@@ -143,11 +155,19 @@ class StepSkipping(Listener):
             values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
 
+    def refuse_parts(self) -> None:
+        """Refuse to decide: ranks train different parameters.
+
+        Raises:
+            CannotWatchError: always.
+        """
+        raise CannotWatchError(PARTS_REFUSED)
+
     def _consensus(self, entries: Sequence[Entry], version: int) -> RankConsensus | None:
         """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole."""
         if not self._shards.any:
             return None
-        with raised_to_the_user():
+        with RaisedToTheUser(CannotWatchError):
             refuse_guard(uses_fsdp1=self._shards.uses_fsdp1, function=self.needs_rows)
             if version != self._version:
                 self._version, self._consensuses = version, {}
@@ -191,24 +211,50 @@ class StepSkipping(Listener):
         if self._slot_of_id and not self._has_voted:
             self.before_step(optimizer, inside_backward=False)
 
-    def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
-        """Vote after a failure of the monitor, too. Returns whether there may be anything to vote on."""
+    def keep_voting(
+        self, slot_of_id: Mapping[int, int], models: Iterable[nn.Module], *, is_removed: bool = False
+    ) -> bool:
+        """Vote after a failure or the removal of the monitor. Returns whether there may be anything to vote on."""
         if world_size() == 1:
             return False
-        self._slot_of_id = dict(slot_of_id)
+        self._slot_of_id, self._models = dict(slot_of_id), [weakref.ref(model) for model in models]
+        self._is_removed = is_removed
         STEP_HOOKS.subscribe(self)
+        _VOTERS.add(self)
         return True
 
+    def stop_voting(self, ids: Iterable[int]) -> None:
+        """Vote no longer on these parameters: another guard does, or all ranks have removed theirs."""
+        for known in self._slot_of_id.keys() & set(ids):
+            del self._slot_of_id[known]
+        if not self._slot_of_id:
+            STEP_HOOKS.unsubscribe(self)
+            _VOTERS.discard(self)
+
+    def _failed(self, error: Exception) -> None:
+        STEP_HOOKS.unsubscribe(self)
+        logger.error("wandb_gradwatch: this rank can no longer vote on steps; training goes on.", exc_info=error)
+
+    @entry_point(lambda: False)
     def follows(self, optimizer: Optimizer) -> bool:
+        if all(model() is None for model in self._models):  # the ids may be those of other parameters now
+            self.stop_voting(list(self._slot_of_id))
         return bool(self._held_by(optimizer))
 
+    @entry_point(lambda: False)
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         return self._held_by(inner).keys() <= self._held_by(outer).keys()
 
+    @entry_point()
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         parameters = self._held_by(optimizer)
-        if any(map(is_sharded, parameters.values())):
-            RankConsensus(parameters).abstain()
+        if not any(map(is_sharded, parameters.values())):
+            return
+        consensus = RankConsensus(parameters)
+        if not self._is_removed:
+            consensus.abstain()
+        elif consensus.leave():
+            self.stop_voting(map(id, parameters.values()))
 
     def _held_by(self, optimizer: Optimizer) -> dict[int, Tensor]:
         slots = ((self._slot_of_id.get(id(parameter)), parameter) for parameter in parameters_of(optimizer))
@@ -246,7 +292,7 @@ class StepSkipping(Listener):
                 num_nonfinite, sum_sq, is_bad, is_withheld, overflowed = opinion.fetch()
                 if overflowed:  # skipped by the loss scaler
                     continue
-                if opinion.learns and math.isnan(num_nonfinite):
+                if opinion.learns and not num_nonfinite >= 0:
                     self._notices.say("guard", f"{_UNHEARD} (step {step.number})")
                 bad, skipped, counts = bad or bool(is_bad or is_withheld), skipped or bool(is_withheld), True
                 if is_withheld and is_bad and not found:
@@ -258,7 +304,7 @@ class StepSkipping(Listener):
             if found:  # said here, because the rules receive only sampled steps
                 self._notices.say("skipped", f"the guard skipped step {step.number}, whose gradients {found}")
             if counts:
-                with raised_to_the_user():
+                with RaisedToTheUser(TooManySkippedStepsError):
                     self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
 
     def take(self) -> dict[str, Tensor | float]:
@@ -279,14 +325,19 @@ class StepSkipping(Listener):
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
         """Continue from `state_dict()`; `place` maps old slots to current ones, without parameters that are gone."""
-        self._guard.load_state_dict(state["guard"])
-        self._num_withheld = float(state["num_withheld"])
-        self._unlearnt.clear()
+        num_withheld, unlearnt = float(state["num_withheld"]), []
         for step in state["unlearnt"]:
-            opinions = [_Opinion(**one) for one in step["opinions"]]
-            for opinion in opinions:
-                opinion.slots = tuple(sorted(place[slot] for slot in opinion.slots if slot in place))
-            self._unlearnt.append(_Step(step["number"], opinions, step["was_read"]))
+            opinions = []
+            for one in step["opinions"]:
+                slots = tuple(sorted(place[slot] for slot in one["slots"] if slot in place))
+                num_nonfinite, sum_sq, bad, withheld, skipped = map(float, one["values"])
+                values = [num_nonfinite, sum_sq, bad, withheld, skipped]
+                opinions.append(_Opinion(slots, bool(one["learns"]), values))
+            unlearnt.append(_Step(int(step["number"]), opinions, bool(step["was_read"])))
+        self._guard.load_state_dict(state["guard"])
+        self._num_withheld = num_withheld
+        self._unlearnt.clear()
+        self._unlearnt.extend(unlearnt)
 
     def _sums(self, slots: tuple[int, ...], home: torch.device, consensus: RankConsensus | None) -> Tensor:
         """Return the number of non-finite elements (from the backward or at the optimizer) and the sum of squares: [2].
@@ -314,7 +365,7 @@ class StepSkipping(Listener):
         """Decide on the host, from the first three values of an opinion."""
         withheld = True  # also if `withholds` raises, because the step is not made then
         try:
-            with raised_to_the_user():
+            with RaisedToTheUser(TooManySkippedStepsError):
                 withheld = self._guard.withholds(step, bad=bool(values[2]) or bool(self._withheld))
         finally:
             self._opinions.append(_Opinion(slots, learns, [*values, float(withheld), 0.0]))
@@ -340,6 +391,16 @@ class StepSkipping(Listener):
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
         self._opinions.append(_Opinion(slots, learns, self._pinned_pool.send(torch.cat((sums, flags)))))
+
+
+_VOTERS: Final[set[StepSkipping]] = set()  # guards that vote although their monitor has failed or was removed
+
+
+def take_over_votes(parameters: Iterable[Tensor]) -> None:
+    """Stop the votes of earlier guards on these parameters, because a new one votes."""
+    ids = {id(parameter) for parameter in parameters}
+    for voter in tuple(_VOTERS):
+        voter.stop_voting(ids)
 
 
 def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:

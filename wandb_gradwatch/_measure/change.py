@@ -33,6 +33,11 @@ class Change:
     factor: float  # the factor by which every gradient was multiplied; NaN if there is none
 
     @property
+    def is_clipping(self) -> bool:
+        """Whether clipping explains all changes."""
+        return self.shrunk and not self.other
+
+    @property
     def is_common(self) -> bool:
         """Whether a single factor other than 1 explains all changes."""
         return not math.isnan(self.factor) and abs(self.factor - 1) > CLIP_TOLERANCE

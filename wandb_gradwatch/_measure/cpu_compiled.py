@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import cpu
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, IntArray
-from .compilation import Compilation, after_other_processes
+from .compilation import Compilation
 from .elements import ITEMSIZES, NATIVE_DTYPES, Measurement, Scale, Tensors
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import for_each
@@ -36,7 +36,6 @@ _PIECE: Final = 1 << 18  # elements; takes tens of microseconds
 _BATCH: Final = 8  # pieces that a thread takes at once
 _SHARED_FROM: Final = 1 << 21  # elements; with fewer, one thread is done before another has woken up
 
-_LONGEST: Final = 60.0  # seconds to wait for another process that compiles
 _BEFORE_ANOTHER_TRY: Final = 2.0  # seconds
 
 
@@ -67,17 +66,16 @@ def _compile() -> Loops:
 def _compiled() -> Loops:
     from .cpu_loops import compile_loops
 
-    with after_other_processes("loops", longest=_LONGEST):
-        try:
-            loops = compile_loops(cache=True)
-        except Exception as error:  # no writable folder, a full disk or a damaged file: compile without the cache
-            logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
-            loops = compile_loops(cache=False)
+    try:
+        loops = compile_loops(cache=True)
+    except Exception as error:  # no writable folder, a full disk or a damaged file: compile without the cache
+        logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
+        loops = compile_loops(cache=False)
     _check(loops)
     return loops
 
 
-LOOPS: Final = Compilation(_compile)
+LOOPS: Final = Compilation(_compile, name="loops")
 
 
 def measure(

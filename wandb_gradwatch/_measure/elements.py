@@ -59,6 +59,12 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits, read as integers of at most 32 bits; it does not depend on the order."""
+    kind = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
+    return tensor.reshape(-1).view(kind).sum(dtype=torch.int64)
+
+
 def onto(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor to a device. The host waits only for a copy to the CPU, which it could otherwise read too early."""
     return tensor.to(device, non_blocking=device.type != "cpu")

@@ -44,7 +44,8 @@ class StepReplay:
 
     With a guard (`always`) it keeps the inputs of every step, and the guard calls `look()`. Otherwise it keeps only
     those of a step after it `is_armed`, which it runs again right before the optimizer steps. `note` gets the step, the
-    finding, and True if the step's alert is too early to name it. Ranks exchange findings in `store` (None: one rank).
+    finding, and True if the step's alert is too early to name it. Ranks exchange findings in
+    what `store` returns (None: there are no other ranks that watch).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class StepReplay:
         *,
         always: bool,
         boundary: ErrorBoundary,
-        store: Store | None,
+        store: Callable[[], Store | None],
     ) -> None:
         self._note, self._notice, self._always, self._boundary, self._store = note, notice, always, boundary, store
         # An alert of NaN or Inf has come: run the next step that begins with finite parameters once more. With a guard,
@@ -67,8 +68,15 @@ class StepReplay:
         self._last_bad = -2  # the last bad step, so that each episode is replayed only once
         self._handles: list[RemovableHandle] = []
         for model in models:
-            self._handles.append(model.register_forward_pre_hook(TransientHook(self, self._began), with_kwargs=True))
-            self._handles.append(model.register_forward_hook(TransientHook(self, self._ended)))
+            try:
+                began = model.register_forward_pre_hook(TransientHook(self, self._began), with_kwargs=True)
+                self._handles += [began, model.register_forward_hook(TransientHook(self, self._ended))]
+            except RuntimeError as error:
+                name = type(model).__name__
+                notice("no replay", f"{name} refuses hooks ({error}): a bad step is not run again to find its cause")
+
+    def caught(self, error: Exception) -> None:
+        self._boundary.caught(error)
 
     @property
     def is_open(self) -> bool:
@@ -119,11 +127,10 @@ class StepReplay:
             finding = next((found for found in findings if found is not None), None)
             if finding is not None:
                 self._note(step, finding.text, armed)
-            if self._store is not None and rank() == 0:
+            if rank() == 0:
                 self._is_asking = finding is None
-            elif self._store is not None and finding is not None:
-                text = f"{step} {finding.text}\nOn rank {rank()}, in its part of the batch."
-                self._store.set(str(self._num_replays), text)
+            elif finding is not None and (store := self._store()) is not None:
+                store.set(str(step), f"{finding.text}\nOn rank {rank()}, in its part of the batch.")
         except Exception:
             self._num_replays = _MAX_REPLAYS
             logger.exception("wandb_gradwatch could not run step %d again; training goes on, and is not replayed", step)
@@ -133,9 +140,8 @@ class StepReplay:
 
         The other rank writes it before the next step's gradients are reduced, so no rank waits after that.
         """
-        if self._is_asking and self._store is not None and self._store.check([key := str(self._num_replays)]):
-            step, _, found = self._store.get(key).decode().partition(" ")
-            self._note(int(step), found, True)
+        if self._is_asking and (store := self._store()) is not None and store.check([key := str(self._last_bad)]):
+            self._note(self._last_bad, store.get(key).decode(), True)
         self._is_asking = False
 
     def _began(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, Final
 
-import click
-
 from .._analysis.formatting import listing, number
-from .._output import as_json, pairs, paragraph
+from .._output import Styled, as_json, pairs, paragraph, say, styled
 from . import page, read
 from .compare import Comparison, compare, differing_settings, sentence
 from .history import RunHistory
@@ -30,7 +28,7 @@ def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches
         histories = [read.read_run(path, progress=progress) for path in paths]
     target = output or Path()
     if target.is_dir():
-        target /= f"gradwatch-{'-'.join(history.run_id for history in histories)}.html"
+        target = page.page_in(target, *(history.run_id for history in histories))
     page.write_page(histories[0], target, others=histories[1:])
     for note in (note for history in histories for note in _notes(history)):
         paragraph(note, indent=0, err=json)
@@ -50,7 +48,7 @@ def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, e
     server = PageServer(reader.history())
     pause = POLL_SECONDS
     try:
-        click.echo(f"{server.address}  follows the run on this machine alone; Ctrl-C ends it", err=err)
+        say(f"{server.address}  follows the run on this machine alone; Ctrl-C ends it", err=err)
         if opens:
             _open(server.address, err=err)
         while not reader.finished:
@@ -59,13 +57,13 @@ def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, e
             if reader.read_on():
                 server.update(history := reader.history())
                 rows_and_alerts = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
-                click.echo(f"{time.strftime('%H:%M:%S')}  {rows_and_alerts}", err=err)
+                say(f"{time.strftime('%H:%M:%S')}  {rows_and_alerts}", err=err)
             pause = max(POLL_SECONDS, 4 * (time.monotonic() - started))
         deadline = time.monotonic() + LAST_LOOK_SECONDS
         while 0 <= server.fetched < server.version and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
     except KeyboardInterrupt:
-        click.echo("", err=err)
+        say(err=err)
     finally:
         server.close()
     return server.history
@@ -73,12 +71,12 @@ def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, e
 
 def _open(address: str, *, err: bool) -> None:
     if not webbrowser.open(address):
-        click.echo(f"no browser could be started; open {address} in a browser", err=err)
+        say(f"no browser could be started; open {address} in a browser", err=err)
 
 
 def _say_progress(rows: int) -> None:
     # The number of remaining rows is unknown, so print a count instead of a bar. The next output overwrites it.
-    click.echo(f"\r  {rows} rows read\r", nl=False, err=True)
+    say(Styled(f"\r  {rows} rows read\r"), nl=False, err=True)
 
 
 def _notes(history: RunHistory) -> Iterator[str]:
@@ -95,11 +93,11 @@ def _notes(history: RunHistory) -> Iterator[str]:
 
 def _say_contents(histories: Sequence[RunHistory], written: Path) -> None:
     for history in histories:
-        found = click.style(f"{_many(history.steps, 'row')}, {_many(history.names, 'name')}, ", dim=True)
-        alerts = click.style(_many(history.alerts, "alert"), fg="yellow" if history.alerts else None)
-        click.echo(f"{written if len(histories) == 1 else history.run_id}  {found}{alerts}")
+        found = styled(f"{_many(history.steps, 'row')}, {_many(history.names, 'name')}, ", dim=True)
+        alerts = styled(_many(history.alerts, "alert"), fg="yellow" if history.alerts else None)
+        say(str(written) if len(histories) == 1 else history.run_id, "  ", found, alerts)
     if len(histories) > 1:
-        click.echo(str(written))
+        say(str(written))
 
 
 def _facts(history: RunHistory) -> dict[str, object]:
@@ -123,7 +121,7 @@ def run_diff(first: Path, second: Path, *, json: bool) -> int:
         runs = (read.read_run(first), read.read_run(second))
         found = compare(*runs)
     except ValueError as error:
-        click.echo(f"Error: {error}", err=True)
+        say(f"Error: {error}", err=True)
         return 2
     settings, parting = differing_settings(runs[0].config, runs[1].config), found.parting
     if json:
@@ -143,7 +141,7 @@ def run_diff(first: Path, second: Path, *, json: bool) -> int:
             }
         )
     else:
-        click.echo(click.style(sentence(found) + ".", bold=True))
+        say(styled(sentence(found) + ".", bold=True))
         pairs([*_differences(found, runs), ("settings", listing(list(settings.items()), _changed) or "the same")])
     return int(not found.alike)
 

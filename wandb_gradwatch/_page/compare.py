@@ -14,6 +14,7 @@ from ..snapshot import keys
 from .history import LAYER_NAMES, OwnSeries, RunHistory, Samples, flat, intervals
 from .packing import Blob, picture_width, pool, pool_extremes, pool_steps, thinned_samples
 from .payload import MAX_POINTS, by_role, describe_run, own_role, pack_measured
+from .redaction import redacted
 from .verdict import Verdict, judge, nonfinite_rows
 
 # P layers that both runs have, G windows in the steps of both runs
@@ -184,7 +185,7 @@ def _lasting(found: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the settings that differ between configurations; nested ones by dotted names; None if not set.
 
-    The list of watched layers, which wandb_gradwatch writes, is ignored.
+    The list of watched layers, which wandb_gradwatch writes, is ignored. What looks like a secret is hidden.
 
     Example:
         >>> differing_settings({"optimizer": {"lr": 0.1}, "seed": 1}, {"optimizer": {"lr": 0.3}, "seed": 1})
@@ -193,7 +194,7 @@ def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
     found = [dict(flat(config)) for config in configs]
     values = {key: [one.get(key) for one in found] for key in sorted(set().union(*found))}
     return {
-        key: of_runs
+        key: [redacted(key, value) for value in of_runs]
         for key, of_runs in values.items()
         if key != LAYER_NAMES and any(value != of_runs[0] for value in of_runs)
     }

@@ -14,6 +14,8 @@ from ..snapshot import keys
 
 # R rows (flushes) of the run, P watched names, H histograms of one name, B bins of a stored histogram
 
+MAX_KEY: Final = 1_000  # characters
+MAX_DEPTH: Final = 50  # of modules within modules
 LAYER_NAMES: Final = "gradwatch.names"  # the key of the run's configuration
 
 
@@ -162,7 +164,8 @@ class RunHistory:
     def _told_names(self) -> dict[str, str]:
         """The model's spelling by the name in a key, in the model's order, which a W&B history does not keep."""
         told = dict(flat(self.config)).get(LAYER_NAMES)
-        return {keys.in_key(str(name)): str(name) for name in told} if isinstance(told, list) else {}
+        names = [str(name)[:MAX_KEY] for name in told] if isinstance(told, list) else []
+        return {keys.in_key(name): name for name in names}
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -221,15 +224,23 @@ def intervals(first_N: IntArray, last_N: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _with_modules(name: str) -> Iterator[str]:
-    """Yield a name, and the modules that contain it, innermost first."""
-    while name:
+    """Yield a name, and the modules that contain it, innermost first; at most MAX_DEPTH."""
+    for _ in range(MAX_DEPTH):
+        if not name:
+            return
         yield name
         name = name.rpartition("/")[0]
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings with their keys joined by dots."""
+    """Yield the values of nested mappings with their keys joined by dots.
+
+    Raises:
+        ValueError: a key has more than MAX_KEY characters. Otherwise a small file could make a huge number of them.
+    """
     for key, value in nested.items():
+        if len(prefix) + len(key) > MAX_KEY:
+            raise ValueError(f"a key has more than {MAX_KEY} characters")
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
         else:

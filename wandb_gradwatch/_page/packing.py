@@ -248,7 +248,8 @@ class RowColumns:
                 self._steps.append(step)
                 self._times.append(np.nan)
             self._num_steps += 1
-        self._steps[-1], self._times[-1] = step, time if isinstance(time, (int, float)) else np.nan
+        at = time if isinstance(time, (int, float)) and math.isfinite(time) else np.nan
+        self._steps[-1], self._times[-1] = step, at
         place = len(self._steps) - 1
         for key, value in numbers.items():
             column = self._columns[key]
@@ -324,6 +325,8 @@ class HistogramCollector:
 
     def add(self, name: tuple[str, str], step: int, edges: object, counts: object) -> None:
         """Add one histogram in W&B's format; it is ignored if it has not the bins of our rows."""
+        if name not in self._seen and len(self._seen) >= MAX_STORED // 2:
+            return  # with more names, dropping every second histogram of each would not make room
         self._seen[name] += 1
         if (self._seen[name] - 1) % self._stride or (checked := limits_and_counts(edges, counts)) is None:
             return
@@ -347,8 +350,10 @@ def limits_and_counts(edges: object, counts: object) -> tuple[float, float, Floa
     """Return a histogram's limits and counts [B]; None if it is not ours: wandb.watch uses the same keys."""
     try:
         edge, count = np.asarray(edges, dtype=np.float64), np.asarray(counts, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     if edge.shape != (NUM_LOGGED_BINS + 1,) or count.shape != (NUM_LOGGED_BINS,):
         return None
-    return (float(edge[0]), float(edge[-1]), count) if np.isfinite([*edge, *count]).all() else None
+    with np.errstate(over="ignore"):
+        is_valid = np.isfinite([*edge, count.sum()]).all() and (count >= 0).all()
+    return (float(edge[0]), float(edge[-1]), count) if is_valid else None

@@ -11,11 +11,12 @@ import html
 import json
 import os
 import re
-import unicodedata
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from .._analysis.formatting import visible_text
 from .compare import build_comparison
 from .history import RunHistory
 from .packing import Blob
@@ -29,6 +30,9 @@ SCRIPTS: Final = (
     *("text.js", "data.js", "theme.js", "view.js", "picture.js", "lines.js", "frame.js", "heatmap.js", "ridges.js"),
     *("tree.js", "grids.js", "alerts.js", "table.js", "compare.js", "preview.js", "live.js", "main.js"),
 )
+
+
+_MAX_NAME: Final = 60  # characters of a run's name in the name of a file
 
 
 class Words(NamedTuple):
@@ -54,18 +58,39 @@ def write_page(history: RunHistory, output: str | os.PathLike[str], *, others: S
     return write_html(render_page(history, others=others), Path(output))
 
 
+def page_in(folder: Path, *names: str) -> Path:
+    """Return the path of a page about runs or projects of these names, which come from files and from W&B.
+
+    Raises:
+        OSError: something other than a plain file has this name: it would be written to, and may lead elsewhere.
+    """
+    safe = "-".join(re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_MAX_NAME] for name in names)
+    path = folder / f"gradwatch-{safe}.html"
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError(f"the page {path} is there as a link or another special file; remove it, or use --output FILE")
+    return path
+
+
 def write_html(page: str, output: Path) -> Path:
     """Write or replace a file and return its path; an OSError says why it cannot be written."""
     if output.is_dir() or not output.parent.is_dir():
         problem = "is a directory" if output.is_dir() else f"cannot be written: there is no directory {output.parent}"
         raise OSError(f"the page {output} {problem}; give the name of an HTML file")
-    if output.is_symlink() or (output.exists() and not output.is_file()):  # /dev/stdout must not be replaced
+    if output.is_file() or not output.exists():
+        if output.is_symlink():
+            raise OSError(f"the page {output} is a link, which is not followed; give the name of the file itself")
+    else:  # /dev/stdout must not be replaced
         output.write_text(page, encoding="utf-8")
         return output
     # A browser that loads the page during the write gets the old page or the new one, never a part of it.
-    partial = output.with_name(f"{output.name}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(output)
+    partial = output.with_name(f".gradwatch-{secrets.token_hex(8)}.partial")
+    try:
+        with partial.open("x", encoding="utf-8") as file:  # a new file, not one that somebody has put there
+            file.write(page)
+        partial.replace(output)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     return output.resolve()
 
 
@@ -122,16 +147,10 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def visible_text(text: str) -> str:
-    """Make invisible characters and those that change the text's direction visible: U+202E becomes ‹U+202E›."""
-    hides = {char for char in set(text) - set("\n\t") if unicodedata.category(char) in ("Cf", "Cc", "Cs", "Co")}
-    return "".join(f"‹U+{ord(char):04X}›" if char in hides else char for char in text)
-
-
 def _visible(content: Any) -> Any:
-    """Apply visible_text to every text in lists, tuples and dicts; ASCII texts stay unchanged."""
+    """Apply visible_text to every text in lists, tuples and dicts."""
     if isinstance(content, str):
-        return content if content.isascii() and content.isprintable() else visible_text(content)
+        return visible_text(content)
     if isinstance(content, dict):
         return {key: _visible(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)) and any(isinstance(value, (str, list, tuple, dict)) for value in content):

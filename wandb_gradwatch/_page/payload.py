@@ -1,6 +1,5 @@
 """Builds the content of a run's page: small data as JSON, names x steps matrices as packed bytes."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -234,7 +233,7 @@ def own_role(key: str) -> str:
 def _cell(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-    return value if value is None or isinstance(value, (int, str)) else json.dumps(value, default=str)
+    return value if value is None or isinstance(value, int) else str(value)
 
 
 def _jsonable(values: FloatArray) -> list[float | None]:

@@ -5,30 +5,32 @@ each with a checksum, a length, and whether it begins or ends the record. A reco
 """
 
 import json
-import math
 import os
 import re
 import struct
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 
-from .._measure.columns import FloatArray
 from ..snapshot import keys
-from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, flat
+from .history import MAX_KEY, OwnSeries, RecordedAlert, RecordedTable, RunHistory, flat
 from .packing import HistogramCollector, OwnColumns, RowColumns, SampleColumns
+from .step_axis import steps_between
 
 HEADER: Final = b":W&B\xe1\xbe\x00"
 PART: Final = struct.Struct("<IHB")  # checksum of everything after it, length of the data, kind
 _BLOCK: Final = 32 * 1024
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _NUMBER_STARTS: Final = frozenset("-0123456789NI")  # W&B writes NaN and Infinity
+MAX_STEP: Final = 2**53  # larger ones have no exact float64
+MAX_KEYS: Final = 100_000  # of numbers, and of one row
+_UNREADABLE: Final = (ValueError, TypeError, RecursionError)
 _STEP_IN_TEXT: Final = re.compile(r"\bstep[ =]+(\d{1,18})\b", re.IGNORECASE)
 
 
@@ -92,7 +94,7 @@ def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
                 if end > len(block) or zlib.crc32(block[at + 6 : end]) != checksum:
                     if len(block) < _BLOCK:
                         return  # the block is still being written
-                    yield block_start, None
+                    yield block_start + _BLOCK, None
                     parts = None
                     break
                 if kind in (_WHOLE, _FIRST):
@@ -100,10 +102,19 @@ def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
                 if parts is not None:
                     parts.append(block[at + PART.size : end])
                     if kind in (_WHOLE, _LAST):
-                        yield block_start + end, parse(b"".join(parts))
+                        yield block_start + end, _parsed(parse, b"".join(parts))
                         parts = None
                 at = end
             block_start, at = block_start + len(block), 0
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # it has no stubs
+
+    try:
+        return parse(data)
+    except DecodeError:
+        return None
 
 
 class RunReader:
@@ -112,7 +123,8 @@ class RunReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._place = 0  # position in the file, after the last complete record
-        self._num_damaged = 0  # number of blocks with a wrong checksum
+        self._num_damaged = 0  # number of blocks with a wrong checksum, and of records that are none
+        self._num_left_out, self._first_left_out = 0, ""  # values that cannot be read, and the key of the first
         self.num_rows = 0
         self.finished = False
         # The fields of a RunHistory that records of the file set.
@@ -122,7 +134,7 @@ class RunReader:
         self._last_step: int | None = None
         self._table_path: str | None = None
         self._histograms = HistogramCollector()
-        self._is_ours = cache(keys.is_ours)  # cached, because all rows have the same keys
+        self._is_ours: dict[str, bool] = {}  # every key of a number, and whether it is one of wandb_gradwatch
         self._rows = RowColumns()  # keys of wandb_gradwatch, by the sample's step
         self._samples = SampleColumns()  # those that our rows list
         self._own = OwnColumns()  # keys of the user, by W&B's step
@@ -137,19 +149,19 @@ class RunReader:
             if kind == "damage":
                 self._num_damaged += 1
             elif kind == "history":
-                self.take_row(dict(_scalars_of(record.history)))
+                self.take_row(self._values_of(record.history))
                 if progress is not None and self.num_rows % 100 == 0:
                     progress(self.num_rows)
             elif kind == "alert":
                 self.take_alert(record.alert.title, record.alert.text, record.alert.level)
             elif kind == "run":
                 told = record.run
-                started = told.start_time.ToJsonString() if told.HasField("start_time") else ""
                 found = {"run_id": told.run_id, "name": told.display_name, "project": told.project}
-                self._told |= {key: value for key, value in (found | {"started_at": started}).items() if value}
-                self._config |= _settings_of(told.config)
+                found["started_at"] = self._time_of(told)
+                self._told |= {key: value for key, value in found.items() if value}
+                self._config |= self._settings_of(told.config)
             elif kind == "config":  # settings after the start of the run, including the names of the layers
-                self._config |= _settings_of(record.config)
+                self._config |= self._settings_of(record.config)
             elif kind == "exit":
                 self.finished, self._told["exit_code"] = True, record.exit.exit_code
             else:
@@ -160,12 +172,17 @@ class RunReader:
     def take_row(self, row: dict[str, Any]) -> None:
         """Add one row of W&B's history: values by key; nested keys are joined by dots."""
         self.num_rows += 1
-        placed_at, step = (_whole(row.get(key)) for key in ("_step", keys.STEP))
+        placed_at, step = (self._step_of(row, key) for key in ("_step", keys.STEP))
         ours = {}
         for key, value in row.items():
             if not _is_number(value):
                 continue
-            if self._is_ours(key):
+            if (is_ours := self._is_ours.get(key)) is None:
+                if len(self._is_ours) >= MAX_KEYS:
+                    self._leave_out(key)
+                    continue
+                is_ours = self._is_ours[key] = keys.is_ours(key)
+            if is_ours:
                 ours[key] = value
             elif placed_at is None or key.startswith("_"):
                 continue
@@ -186,6 +203,55 @@ class RunReader:
                 if (place := keys.split_histogram(stem)) is not None:
                     self._histograms.add(place, step, row.get(f"{stem}.bins"), row.get(f"{stem}.values"))
 
+    def _values_of(self, history: Any) -> dict[str, Any]:
+        """Return the values of a row by key, numbers as float; nested keys are joined by dots."""
+        row: dict[str, Any] = {}
+        for item in history.item:
+            key, text = item.key or ".".join(item.nested_key), item.value_json
+            try:
+                if len(row) >= MAX_KEYS or len(key) > MAX_KEY:
+                    raise ValueError("too many keys, or too long a key")
+                if text[:1] in _NUMBER_STARTS:
+                    row[key] = float(text)
+                elif text:
+                    row |= flat({key: json.loads(text, parse_int=float)})
+            except _UNREADABLE:
+                self._leave_out(key)
+        return row
+
+    def _settings_of(self, config: Any) -> dict[str, Any]:
+        """Return the settings that a record makes in the run's configuration, without W&B's own."""
+        settings: dict[str, Any] = {}
+        for item in config.update:
+            key, text = item.key or ".".join(item.nested_key), item.value_json
+            try:
+                if text and not key.startswith("_"):
+                    setting = {key: json.loads(text)}
+                    deque(flat(setting), maxlen=0)  # raises an error if it is nested too deeply
+                    settings |= setting
+            except _UNREADABLE:
+                self._leave_out(key)
+        return settings
+
+    def _time_of(self, told: Any) -> str:
+        try:
+            return told.start_time.ToJsonString() if told.HasField("start_time") else ""
+        except ValueError:
+            self._leave_out("start_time")
+            return ""
+
+    def _step_of(self, row: Mapping[str, Any], key: str) -> int | None:
+        value = row.get(key)
+        if _is_number(value) and 0 <= value < MAX_STEP:
+            return int(value)
+        if value is not None:
+            self._leave_out(key)
+        return None
+
+    def _leave_out(self, key: str) -> None:
+        self._num_left_out += 1
+        self._first_left_out = self._first_left_out or key
+
     def take_alert(self, title: str, text: str, level: str) -> None:
         """Add an alert. Its record has no step and no time; the package's own alerts name their step in the text."""
         match = _STEP_IN_TEXT.search(text)
@@ -203,6 +269,8 @@ class RunReader:
             "The file has no end record that can be read: the run is still running, or the file was truncated or "
             "damaged. The pictures show the rows before that.": not self.finished,
             f"The file is damaged: corrupt data was skipped in {self._num_damaged} of its blocks.": self._num_damaged,
+            f"{self._num_left_out} values in {self._path.name} cannot be read and are left out; the first of them has "
+            f"the key {self._first_left_out[:100]!r}.": self._num_left_out,
             f"The run is so long that every {merged} neighbouring rows were merged into one.": merged > 1,
             f"Rows whose steps later rows repeat are not shown ({repeated}): a training was resumed from an "
             "earlier step, or several trainings logged to this run; give each training its own W&B run.": repeated,
@@ -231,66 +299,22 @@ class RunReader:
         """Return the last table, if any, and why it cannot be read."""
         if self._table_path is None:
             return None, ""
-        files = (self._path.parent / "files").resolve()
-        table = (files / self._table_path).resolve()
+        folder = self._path.parent.resolve()
+        table = (folder / "files" / self._table_path).resolve()
         # The path is read from the file, so it is not followed if it leads outside the run's own directory.
-        if not (table.is_relative_to(files) and table.is_file()):
+        if not (table.is_relative_to(folder) and table.is_file()):
             return None, "is not in the run's directory"
         try:
             content = json.loads(table.read_text(encoding="utf-8"))
-            return RecordedTable([str(name) for name in content["columns"]], content["data"]), ""
-        except (ValueError, KeyError, TypeError) as error:
+            rows = [[_cell(value) for value in row] for row in content["data"]]
+            return RecordedTable([str(name) for name in content["columns"]], rows), ""
+        except (OSError, KeyError, *_UNREADABLE) as error:
             return None, f"cannot be read: {error!r}"
 
 
-def _scalars_of(history: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a row with their values, numbers as float; nested keys are joined by dots."""
-    for item in history.item:
-        key, text = item.key or ".".join(item.nested_key), item.value_json
-        if text[:1] in _NUMBER_STARTS:
-            yield key, float(text)
-        elif text:
-            yield from flat({key: json.loads(text)})
-
-
-def _settings_of(config: Any) -> dict[str, Any]:
-    """Return the settings that a record makes in the run's configuration, without W&B's own."""
-    items = ((item.key or ".".join(item.nested_key), item.value_json) for item in config.update)
-    return {key: json.loads(text) for key, text in items if text and not key.startswith("_")}
-
-
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _whole(value: Any) -> int | None:
-    return int(value) if _is_number(value) and np.isfinite(value) else None
-
-
-def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray) -> FloatArray:
-    """Convert W&B steps of rows without an optimizer step to optimizer steps: [N], using the K rows that have both.
-
-    If a single integer rate fits all K rows (each is logged after its sample, and before the next one is taken), it is
-    used. Otherwise steps are interpolated between rows, and extrapolated at both ends. With K = 1 one optimizer step
-    per W&B step is assumed, from 0 on if possible.
-
-    Example:
-        The user logs a row at every step, counted from 0, and samples 10 and 18 were logged at W&B steps 9 and 19.
-        W&B step 150 is then optimizer step 151.
-
-        >>> steps_between(np.array([0.0, 14, 150]), np.array([9.0, 19]), np.array([10.0, 18])).tolist()
-        [1.0, 15.0, 151.0]
-    """
-    placed_K, first = np.unique(placed_K, return_index=True)
-    sampled_K = np.maximum.accumulate(sampled_K[first])
-    if len(placed_K) < 2:
-        return own_N + max([1.0, *(sampled_K - placed_K)]) if len(placed_K) else own_N
-    rate_K = np.diff(sampled_K) / np.diff(placed_K)
-    rate = np.ptp(sampled_K) / np.ptp(placed_K)
-    for whole in (rate, *range(1, math.ceil(rate) + 1)) if rate_K.all() else ():
-        least = float(np.max(sampled_K - whole * placed_K))
-        most = float(np.min(sampled_K[1:] - whole * placed_K[:-1]))
-        if whole % 1 == 0 and least <= most:
-            return np.asarray(whole * own_N + min(max(whole, least), most))  # W&B counts from 0
-    left_N = np.clip(np.searchsorted(placed_K, own_N, side="right") - 1, 0, len(placed_K) - 2)
-    return np.asarray(sampled_K[left_N] + rate_K[left_N] * (own_N - placed_K[left_N]))
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, (list, dict)) else value

@@ -1,15 +1,18 @@
 """Serves the page of a running run to this machine only, and updates it in place."""
 
 import secrets
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from .history import RunHistory
 from .page import render_data, render_page
 
 LOOPBACK: Final = "127.0.0.1"
+MAX_CONNECTIONS: Final = 16  # at once; a browser opens at most six
+SOCKET_SECONDS: Final = 10.0  # the longest wait for a client's next byte
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -27,6 +30,7 @@ class PageServer(ThreadingHTTPServer):
         self.token: Final = secrets.token_urlsafe(18)
         self.history, self.version = history, 1
         self.fetched = -1  # the newest version that a page has fetched
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((LOOPBACK, 0), _Handler)  # port 0: the system chooses one
         self.address: Final = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
         self._thread = threading.Thread(target=self.serve_forever, name="gradwatch page", daemon=True)
@@ -36,6 +40,28 @@ class PageServer(ThreadingHTTPServer):
         self.history = history
         self.version += 1
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; close the connection at once if there are too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing about a client that has gone or does not read on."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
     def close(self) -> None:
         self.shutdown()
         self.server_close()
@@ -44,6 +70,7 @@ class PageServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
+    timeout = SOCKET_SECONDS
 
     def do_GET(self) -> None:
         page, target = self.server, urlsplit(self.path)

@@ -17,7 +17,7 @@ _NONFINITE: Final = frozenset({"NaN gradient", "Inf gradient"})
 _EXPLOSIVE: Final = _NONFINITE | {"Exploding gradient", "Parameters grow too fast"}
 _SAME_ACCIDENT: Final = 20
 _STILL_HIGH: Final = 10.0  # multiple of the median norm before the accident
-_EVIDENCE: Final = r" \(.*?\)(?=, or |\. Remedy|\.?$)"
+_AFTER_EVIDENCE: Final = r"\)(?=, or |\. Remedy|\.?$)"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def cause_of(alert: RecordedAlert) -> str:
     if cause.startswith(FOUND_PREFIX):
         cause = cause.removeprefix(FOUND_PREFIX).partition("\n")[0]
     cause = re.sub(r"; [^;]* tells? them apart$", "", cause, flags=re.DOTALL)
-    cause = re.sub(_EVIDENCE, "", cause, flags=re.DOTALL).removeprefix("not clear: either ").strip().rstrip(".")
+    *pieces, last = re.split(_AFTER_EVIDENCE, cause)
+    cause = "".join(piece.partition(" (")[0] for piece in pieces) + last
+    cause = cause.removeprefix("not clear: either ").strip().rstrip(".")
     starts_as_a_word = alert.title.partition(" ")[0].istitle()  # False for "NaN"
     title = alert.title[:1].lower() + alert.title[1:] if starts_as_a_word else alert.title
     return " ".join(cause.split()) or title

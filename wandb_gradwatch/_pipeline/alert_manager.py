@@ -4,13 +4,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+import numpy as np
 
 from .._interruptions import raise_interruption
 from ..rules import Alert, Rule
 from ..rules._base import Finding, Level, RuleFunction, as_rule, is_ordinary
 from ..snapshot import Snapshot
+from ..snapshot._shapes import select_samples
 
 _LOGGER: Final = logging.getLogger("wandb_gradwatch")
 _HOUR: Final = 3600.0
@@ -98,9 +102,13 @@ class AlertManager:
 
     def _find(self, snapshot: Snapshot) -> list[Alert]:
         findings: list[Alert] = []
+        updates = snapshot  # the samples of updates that were seen
+        if snapshot.inferred.any():
+            updates = select_samples(snapshot, np.flatnonzero(~snapshot.inferred))
         for candidate in tuple(self._everyday if is_ordinary(snapshot) else self._rules.values()):
+            seen = updates if getattr(candidate, "judges_updates", False) else snapshot
             try:
-                findings += list(candidate.check(snapshot))
+                findings += list(candidate.check(seen)) if len(seen) else []
             except Exception as error:  # an error in a rule must not reach the training loop
                 raise_interruption(error)
                 _LOGGER.exception("the rule %r raised and is dropped; the others go on", candidate)
@@ -168,13 +176,21 @@ class AlertManager:
         """Restore a saved state. A rule that is new, or whose state does not fit, starts without saved state."""
         for key, kept in self._rules.items():
             if key in state["rules"]:
+                unchanged = None
+                with suppress(Exception):
+                    unchanged = kept.state_dict()
                 try:
                     kept.load_state_dict(state["rules"][key])
                 except Exception:  # the rule may have changed since its state was saved; that must not stop a training
                     _LOGGER.exception("the rule %r could not load its state and starts without saved state", kept)
+                    if unchanged is not None:
+                        kept.load_state_dict(unchanged)  # the first of several values may have been loaded
         now = self._clock()
         self._episodes = {
-            title: _Episode(**episode | {"sent_at": deque(now - float(age) for age in episode["sent_at"])})
+            title: _Episode(
+                **{name: episode[name] for name in vars(_Episode())}
+                | {"sent_at": deque(now - float(age) for age in episode["sent_at"])}
+            )
             for title, episode in state["episodes"].items()
         }
 

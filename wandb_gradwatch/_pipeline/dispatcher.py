@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from .._analysis.formatting import visible_text
+from .._boundary import CallbackError
 from .._interruptions import raise_interruption
-from .._runtime.error_boundary import CallbackError
 from ..rules import Alert
 from ..sinks import Sink
 from ..snapshot import Snapshot
@@ -163,7 +164,7 @@ class Dispatcher:
 
     def _say(self, text: str) -> None:
         if self._to_terminal:
-            print(f"wandb_gradwatch: {text}", file=sys.stderr, flush=True)
+            print(f"wandb_gradwatch: {visible_text(text)}", file=sys.stderr, flush=True)
 
     def _call_sinks(self, method: str, *arguments: object) -> None:
         for sink in list(self._sinks):

@@ -1,5 +1,6 @@
 """Process samples as they arrive on the host, and write complete windows."""
 
+import logging
 import math
 import statistics
 import time
@@ -11,22 +12,25 @@ from typing import Any, Final
 
 import numpy as np
 
+from .._boundary import CallbackError
 from .._capture.parts import CaptureParts
 from .._measure.change import MULTIPLIED, is_limit
 from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._measure.probe_values import MetricHistogram, merge_histograms
-from .._runtime.error_boundary import CallbackError
-from .._runtime.sharding import world_size
+from .._runtime.rank_session import RankSession
 from .._transfer.transfers import ArrivedFlush, ArrivedSample, Names
 from ..snapshot import Snapshot, keys
 from .assembly import NO_HISTOGRAM, padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
-from .rank_merge import RankMerger, RankWindow
-from .rank_parts import RankParts, WholeModel
+from .rank_merge import Outcome, RankWindow
+from .rank_merger import RankMerger
+from .rank_parts import WholeModel, whole_model
 from .rule_runner import RuleRunner
 from .waiting import WaitingSamples
 
 # P watched parameters, C columns
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 # Norms of float64 gradients may be infinite: nobody wants to be warned of arithmetic with them. Not a decorator, whose
 # state before NumPy 2 is wrong after a call within a call, as by a user's callback that flushes.
@@ -46,7 +50,7 @@ class Pipeline:
 
     Args:
         seconds_spent: returns the seconds that the monitor has taken so far.
-        name: identifies this watcher's messages between ranks; the same on every rank.
+        session: finds this watcher's counterparts on other ranks; None without other ranks.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Pipeline:
         rule_runner: RuleRunner,
         dispatcher: Dispatcher,
         seconds_spent: Callable[[], float],
-        name: str,
+        session: RankSession | None,
     ) -> None:
         self.window: list[ArrivedSample] = []  # samples since the last flush
         self._parts, self._source, self._shards = parts, parts.window, parts.shards
@@ -64,16 +68,17 @@ class Pipeline:
         self._dispatcher = dispatcher
         self._seconds_spent = seconds_spent
         self._began, self._spent_before = time.perf_counter(), seconds_spent()
-        self._name = name
-        self._rank_parts = RankParts(parts.registry, name) if world_size() > 1 else None  # until the first sample
+        self._session = session
+        self._has_looked = False  # whether it has looked for other ranks
         self._whole: WholeModel | None = None  # set if ranks have different parameters
         self._probes = parts.probes
         self._arrived: deque[tuple[ArrivedSample | ArrivedFlush, Names]] = deque()  # with the names at that time
         self.waiting = WaitingSamples()
         self._unjudged: list[ArrivedSample] = []
         self._known = self._names()  # the names of the unjudged samples
-        self._reducer: RankMerger | None = None
-        self.merges = True  # False at exit or after an exception: other ranks may have ended
+        self._merger: RankMerger | None = None
+        self._has_left_out = False  # a window was not written, because it could not be merged
+        self.merges = True  # False after an exception: other ranks may have ended
         self._newest: Snapshot | None = None
         self._unreturned: Snapshot | None = None
         self._sums_sq: deque[float] = deque(maxlen=16)  # squared norms of the last samples
@@ -81,14 +86,14 @@ class Pipeline:
     @property
     def has_work(self) -> bool:
         """Whether samples wait, or samples or windows may have arrived."""
-        return bool(self._source.sent or self._arrived or self._reducer)
+        return bool(self._source.sent or self._arrived or self._merger)
 
     def receive(self, *, wait: bool = False) -> bool:
         """Receive what has arrived; with `wait`, all that was sent. Returns whether it must be delivered now.
 
         Samples may wait for the next ones if the user has chosen to measure every step and nothing is notable.
         """
-        is_due = self._reducer is not None
+        is_due = self._merger is not None and self._merger.has_outcomes
         if not self._source.sent:  # the usual case
             return is_due
         schedule = self._parts.schedule
@@ -104,10 +109,13 @@ class Pipeline:
 
     @property
     def newest(self) -> Snapshot | None:
-        """The newest flushed snapshot; before the first flush, that of all samples so far; None without samples."""
+        """The newest flushed snapshot; before the first flush, that of all samples so far; None without samples.
+
+        Samples that are not merged yet contain only this rank's shards, so they are not shown.
+        """
         if self._newest is not None:
             return self._newest
-        return snapshot_of(self.window, self._names()) if self.window else None
+        return snapshot_of(self.window, self._names()) if self.window and not self._shards.any else None
 
     def _overhead_ratio(self) -> float:
         """The monitor's share of the time since watch(). The page, summary() and the demo show the last row's value."""
@@ -119,8 +127,10 @@ class Pipeline:
         snapshot, self._unreturned = self._unreturned, None
         return snapshot
 
-    def deliver(self, *, wait: bool = False) -> None:
+    def deliver(self, *, wait: bool = False, flushed: bool = False, final: bool = False) -> None:
         """Process the samples and windows that have arrived; with `wait`, all that were sent.
+
+        If a window was `flushed`, wait a limited time for its merge over ranks; after the `final` one, end the merges.
 
         Raises:
             CallbackError: a user's callback raised; all samples and windows were processed nevertheless.
@@ -142,25 +152,28 @@ class Pipeline:
                 self._known = known
             attempt(self._take if isinstance(arrived, ArrivedSample) else self._end_window, arrived)
         attempt(self._judge)
-        if self._reducer is not None:
-            windows = self._reducer.poll(wait=wait and self.merges)
-            if wait and not (self.merges or self._shards.any):
-                # No other rank will merge these windows. Without shards they are complete but for comparisons of ranks.
-                windows += self._reducer.give_back()
-            for merged in windows:
-                samples = [self._derived(sample) for sample in merged.samples]
-                attempt(self._write, samples, merged.flush, merged.overhead_ratio, samples)
+        if self._merger is not None:
+            if final:
+                self._merger.end(merge=self.merges)
+            elif flushed:
+                self._merger.wait()
+            for outcome in self._merger.take():
+                attempt(self._take_outcome, outcome)
         if raised:
             raise raised[0]
 
     def _take(self, sample: ArrivedSample) -> None:
-        if self._rank_parts is not None:
-            whole, self._rank_parts = self._rank_parts.whole(), None
-            if whole is not None and self._shards.split(whole.ranks):
-                self._whole = whole
+        self.compare_ranks()
         if sample.sample.left_out:
-            # With a merge over ranks the sample is dropped, because other ranks may not have it.
-            if self._parts.merges_ranks or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
+            if not (num_bad := np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]])):
+                return
+            if self._parts.merges_ranks:  # the sample is dropped, because other ranks may not have it
+                self._dispatcher.notice(
+                    "left out",
+                    f"the training loop left step {sample.sample.step} out: {num_bad:.0f} elements of the gradients on "
+                    "this rank were NaN or infinite. Such steps are not logged where ranks hold different parts of the "
+                    "model.",
+                )
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
         self._dispatcher.news.is_untraced |= sample.changed_without_a_trace
@@ -185,6 +198,38 @@ class Pipeline:
         finally:
             if not merges_ranks:
                 self._unjudged.append(sample)
+
+    def compare_ranks(self) -> None:
+        """Learn once, at the first sample or before the guard's first decision, whether ranks train different parts.
+
+        If windows are to be merged, meet the other ranks.
+
+        Raises:
+            CannotWatchError: they train different parts, and there is a guard.
+        """
+        if self._has_looked or self._session is None:
+            return
+        self._has_looked = True
+        whole = whole_model(self._session, self._parts.registry)
+        if whole is not None and self._shards.split(whole.ranks):
+            self._whole = whole
+            if whole.num_apart:
+                self._dispatcher.notice(
+                    "different values",
+                    f"the values of {whole.num_apart} parameters differed between ranks at watch(), and "
+                    "DistributedDataParallel does not synchronise them: each rank's are counted, as those of experts. "
+                    "If they are replicas, call watch() after they are made equal.",
+                )
+            if self._parts.guard is not None:
+                self._parts.guard.refuse_parts()
+        self._shards.any |= self._session.is_ambiguous
+        if self._parts.merges_ranks:
+            self._meet_ranks()
+
+    def _meet_ranks(self) -> None:
+        """Start the merger, if every rank watches."""
+        if self._session is not None and (store := self._session.store("merge")) is not None:
+            self._merger = RankMerger(store, self._session.rank, self._session.world)
 
     def _judge(self, written: Snapshot | None = None) -> None:
         """Run the rules on the samples that they have not judged; `written`: the snapshot of exactly these, if any."""
@@ -220,9 +265,9 @@ class Pipeline:
     def _say_zeroed(self, step: int) -> None:
         self._rule_runner.alert_once(
             "No gradient",
-            "every gradient was already zero when the optimizer stepped, though the backward had computed them.\n"
-            "Probable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after step(), or "
-            "before backward().",
+            "every gradient was already None or zero when the optimizer stepped, though the backward had computed "
+            "them.\nProbable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after "
+            "step(), or before backward(); to drop a gradient on purpose, leave out step() as well.",
             step,
         )
 
@@ -244,22 +289,49 @@ class Pipeline:
         overhead_ratio = self._overhead_ratio()
         if not self._parts.merges_ranks:
             self._write(samples, flush, overhead_ratio)
-        elif self.merges:
+        else:
             self._submit(samples, flush, overhead_ratio)
-        elif not self._shards.any:  # the window is complete but for comparisons of ranks
-            self._write(samples, flush, overhead_ratio, unseen=samples)
 
     def _submit(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush, overhead_ratio: float) -> None:
         """Start the merge of a window over ranks in the background."""
-        if self._reducer is None:
-            self._reducer = RankMerger(self._name)
         names = self._names().names
         rows = tuple(replace(sample, rows=padded(sample.rows, len(names))) for sample in samples)
         if flush.histogram is not None:
             flush = replace(flush, histogram=padded(flush.histogram, len(names), fill=0))
-        counted = self._shards.counted(len(names))
-        window = RankWindow(rows, flush, names, counted, overhead_ratio, has_shards=self._shards.any)
-        self._reducer.submit(window if self._whole is None else self._whole.window(window))
+        window = RankWindow(
+            rows,
+            flush,
+            names,
+            self._shards.counted(len(names)),
+            overhead_ratio,
+            has_shards=self._shards.any,
+            num_uncounted=self._parts.schedule.num_uncounted,
+        )
+        if self._whole is not None:
+            window = self._whole.window(window)
+        if self._merger is None:
+            self._meet_ranks()  # the model was sharded after its first step
+        if self._merger is None:
+            self._take_outcome(Outcome(window, "not every rank calls watch()"))
+        else:
+            self._merger.submit(window)
+
+    def _take_outcome(self, outcome: Outcome) -> None:
+        """Write a merged window. One that is not merged is written if it is complete but for comparisons of ranks."""
+        window, reason = outcome
+        if not (reason and window.has_shards):
+            samples = [self._derived(sample) for sample in window.samples]
+            self._write(samples, window.flush, window.overhead_ratio, samples)
+        elif not self._has_left_out:
+            self._has_left_out = True
+            logger.warning(
+                "wandb_gradwatch: steps %d to %d are left out of the rows: this rank has measured only its part of "
+                "the gradients, which was not merged, because %s. Further such steps are left out without a message. "
+                "Call watch(), flush(), load_state_dict() and remove() on every rank, with the same arguments.",
+                window.samples[0].sample.step,
+                window.samples[-1].sample.step,
+                reason,
+            )
 
     def _write(
         self,
@@ -298,9 +370,9 @@ class Pipeline:
                 self._write(samples, NO_HISTOGRAM, self._overhead_ratio())
 
     def close(self) -> None:
-        """End the thread of the merge over ranks. Idempotent."""
-        if self._reducer is not None:
-            self._reducer.close()
+        """End the merge over ranks. Idempotent."""
+        if self._merger is not None:
+            self._merger.end(merge=False)
 
 
 def _drop_zeroed(arrived: ArrivedSample) -> bool:
@@ -318,7 +390,8 @@ def _drop_zeroed(arrived: ArrivedSample) -> bool:
     for slots in map(list, arrived.sample.updated):
         rows = rows_PC[slots]
         num_bad = np.nansum(np.add.reduce(rows[:, NONFINITE_COLUMNS], axis=1))
-        if arrived.skipped or num_bad or np.nansum(rows[:, Column.RECEIVED_SUM_SQ]) != 0:
+        received = rows[~np.isnan(rows[:, Column.NUM_ELEMENTS]), Column.RECEIVED_SUM_SQ]  # NaN where it is unknown
+        if arrived.skipped or num_bad or received.sum() != 0:
             continue
         if 0 < np.nansum(rows[:, Column.GRAD_SUM_SQ]) < _CLIPPED_TO_NOTHING**2:
             rows_PC[slots] = np.nan

@@ -1,24 +1,18 @@
-"""Merge windows over the ranks, for sharded models or metrics that compare ranks: two all-reduces per flush.
+"""Merge a window over the ranks, for sharded models or metrics that compare ranks: two all-reduces, and one to compare.
 
 Rows are mergeable: sums are all-reduced as sums, extremes as maxima (a minimum is a negated maximum), in fixed
-positions. The training loop never waits, because a separate thread communicates over separate process groups
-(`rank_tree.py`), independent of the user's collectives. If a rank never takes part, merging stops with one message.
+positions. `rank_merger.py` decides when the ranks call this together.
 
 The probes' sums are merged too. For every sample and kind of sums there is an array [P, K + 1]: the sums of each
 parameter, and a 1 from each rank that has them. Sums that belong to no parameter are a kind with one row.
 """
 
+from __future__ import annotations
+
 import hashlib
-import logging
 import math
-import queue
-import threading
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent import futures
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -27,18 +21,12 @@ import torch.distributed as dist
 
 from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_BINS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
 from .._measure.probe_values import ArrivedSums, Meaning, MetricHistogram, merge_histograms
-from .._runtime.sharding import rank_store
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import keys
-from .rank_tree import GROUP, RankTree
+from .assembly import NO_HISTOGRAM
+from .rank_tree import RankTree
 
 # S samples in the window, P watched parameters, C columns, B histogram bins, K sums of a kind, R ranks
-
-logger: Final = logging.getLogger("wandb_gradwatch")
-
-WAIT: Final = timedelta(seconds=60)  # the time limit for the slowest rank to reach the same flush
-_RANKS_MET_IN_WAIT: Final = 2000  # ranks that can exchange addresses through one store within WAIT: docs/growth.md
-_CLOSING_WAIT: Final = 5.0  # seconds in addition to the time limit of the collectives
 
 _SUMS: Final = list(SUM_COLUMNS)
 _EXTREMES: Final = [*MIN_COLUMNS, *MAX_COLUMNS]
@@ -51,132 +39,121 @@ _NOTHING: Final = MetricHistogram(
     np.zeros(NUM_BINS, dtype=np.int64), np.inf, -np.inf
 )  # the histogram of a parameter that another rank counts
 
+_OTHER_STEPS: Final = "other ranks have measured other steps"
+_DIFFERENT: Final = "other ranks watch other parameters, have other metrics, or have loaded another state"
+
 
 @dataclass(frozen=True)
 class RankWindow:
     """A window of one rank; after the merge, with the rows and histograms of all ranks."""
 
-    samples: tuple[ArrivedSample, ...]  # with the same steps on every rank
+    samples: tuple[ArrivedSample, ...]  # at least one
     flush: ArrivedFlush  # contains the histogram
     names: tuple[str, ...]  # [P] the same on every rank
     # [P] True where this rank's rows are counted: it holds a shard, or is the one of several replicas to be counted
     counted: npt.NDArray[np.bool_]
     overhead_ratio: float = math.nan  # of this rank; not merged
     has_shards: bool = True  # True: ranks hold different gradients, so an alert can name a rank
+    num_uncounted: int = 0  # steps in the number of a step that this process has not counted
+
+    def of(self, samples: Sequence[ArrivedSample]) -> RankWindow:
+        """The window of some of the samples, without histograms."""
+        without = tuple(replace(sample, histograms={}) for sample in samples)
+        return replace(self, samples=without, flush=NO_HISTOGRAM)
 
 
-_Submitted = tuple[RankWindow, Future[RankWindow]]  # a window, and the same window after the merge
+class Outcome(NamedTuple):
+    """A window and, if it is not merged and contains only what this rank has measured, the reason."""
+
+    window: RankWindow
+    reason: str = ""
 
 
-class RankMerger:
-    """Merges windows in order, in a thread. The name, equal on every rank, identifies the messages of this merger."""
+class _Probes(NamedTuple):
+    """What probes have measured in a window that is merged over ranks."""
 
-    def __init__(self, name: str) -> None:
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._wait = WAIT * max(1, self._world // _RANKS_MET_IN_WAIT)
-        self._todo: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
-        self._under_way: deque[_Submitted] = deque()
-        self._thread: threading.Thread | None = None
-        self._store = rank_store(f"{name}/merge")  # here: the user may destroy the default group before the first flush
-        self.given_up = False
+    kinds: Sequence[Sequence[_Kind]]  # [S] of sums
+    histograms: Mapping[str, MetricHistogram]  # by key
+    of_parameters: Set[str]  # the keys of histograms of parameters
 
-    def submit(self, window: RankWindow) -> None:
-        """Queue a window, which is merged when all ranks have submitted it; returns at once."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gradwatch-reducer", daemon=True)
-            self._thread.start()
-        submitted = (window, Future[RankWindow]())
-        self._under_way.append(submitted)
-        self._todo.put(submitted)
-
-    def poll(self, *, wait: bool = False) -> list[RankWindow]:
-        """Return the windows merged since the last poll, in order; `wait` waits a limited time for the others."""
-        if wait:
-            futures.wait([merged for _, merged in self._under_way], self._wait.total_seconds() + _CLOSING_WAIT)
-        arrived = []
-        while self._under_way and self._under_way[0][1].done():
-            arrived.append(self._under_way.popleft()[1].result())
-        return arrived
-
-    def give_back(self) -> list[RankWindow]:
-        """Return the windows that are not merged, as they were submitted. `poll` does not return them later."""
-        submitted, self._under_way = self._under_way, deque()
-        return [window for window, _ in submitted]
-
-    def close(self) -> None:
-        """End the thread after its last window. Idempotent.
-
-        This method waits for the thread, up to a limit, because a thread that destroys its process group while the
-        interpreter exits crashes the process.
-        """
-        if self._thread is not None:
-            self._todo.put(None)
-            self._thread.join(_CLOSING_WAIT)
-            self._thread = None
-
-    def _run(self) -> None:
-        tree: RankTree | None = None
-        while (submitted := self._todo.get()) is not None:
-            window, future = submitted
-            merged = window
-            if not self.given_up:
-                try:
-                    tree = tree or self._meet()
-                    merged = self._merge(tree, window)
-                except Exception as error:
-                    tree = None  # closes the connections, which ends the wait of other ranks for this one
-                    self._give_up(error)
-            future.set_result(merged)
-
-    def _meet(self) -> RankTree:
-        clone = getattr(self._store, "clone", None)  # torch >= 2.6: waiting on a clone does not block the store
-        return RankTree(self._store if clone is None else clone(), self._rank, self._world, self._wait, size=GROUP)
-
-    def _give_up(self, error: Exception) -> None:
-        self.given_up = True
-        logger.warning(
-            "wandb_gradwatch: the gradients of the ranks are no longer merged: rank %d waited %.0f s for the other "
-            "ranks, or they watch other parameters or steps (%s). From now on, the statistics are those of this rank's "
-            "shards only. Call watch() on every rank, with the same arguments.",
-            self._rank,
-            self._wait.total_seconds(),
-            error,
-        )
-
-    def _merge(self, tree: RankTree, window: RankWindow) -> RankWindow:
-        of_samples = [sample.sums for sample in window.samples]
-        kinds = _kinds_of(of_samples)
+    @staticmethod
+    def of(window: RankWindow) -> _Probes:
         histograms = merge_histograms(sample.histograms for sample in window.samples)
         of_parameters = histograms.keys() & set(_histogram_keys(window.names))
-        self._check_agreement(tree, window, (kinds, bool(of_parameters)))
-        rows_SPC = np.stack([sample.rows for sample in window.samples])
-        sums, extremes = _pack(rows_SPC, window, self._rank, self._world)
-        of_kinds = _pack_sums(of_samples, kinds, window.names, window.counted)
-        of_histograms = _pack_histograms(histograms, window.names, window.counted) if of_parameters else ()
-        all_sums = _all_reduced(tree, [*sums, *of_kinds, *of_histograms[:1]], dist.ReduceOp.SUM)
-        all_extremes = _all_reduced(tree, [*extremes, *of_histograms[1:]], dist.ReduceOp.MAX)
-        merged = _unpack(all_sums[: len(sums)], all_extremes[: len(extremes)], window, self._world)
-        samples = []
-        of_all = _unpack_sums(all_sums[len(sums) :], kinds, window.names)
-        for sample, whole in zip(merged.samples, of_all, strict=True):
-            meant = {name: value for key, one in whole.items() for name, value in one.metrics(key).items()}
-            samples.append(replace(sample, sums={**sample.sums, **whole}, metrics={**sample.metrics, **meant}))
-        if of_parameters:
-            of_whole = _unpack_histograms(all_sums[-1], all_extremes[-1], window.names)
-            others = {key: one for key, one in histograms.items() if key not in of_parameters}
-            samples = [replace(sample, histograms={}) for sample in samples]
-            samples[-1] = replace(samples[-1], histograms=others | of_whole)
-        return replace(merged, samples=tuple(samples))
+        return _Probes(_kinds_of([sample.sums for sample in window.samples]), histograms, of_parameters)
 
-    def _check_agreement(self, tree: RankTree, window: RankWindow, probes: object) -> None:
-        """Check that all ranks merge the same window. Otherwise they would wait forever, or merge different data."""
-        steps = [sample.sample.step for sample in window.samples]
-        what = repr((steps, window.names, window.flush.histogram is not None, probes)).encode()
-        digest = float(int.from_bytes(hashlib.sha256(what).digest()[:6], "big"))  # 48 bits: exact in float64
-        both = np.array([digest, -digest])
-        tree.all_reduce(both, dist.ReduceOp.MAX)
-        if both[0] != digest or both[1] != -digest:
-            raise RuntimeError(f"rank {self._rank} has {len(window.names)} parameters, steps {steps[0]} to {steps[-1]}")
+
+def merge_in_step(window: RankWindow, tree: RankTree, rank: int, world: int) -> tuple[list[Outcome], list[RankWindow]]:
+    """Merge this rank's oldest window with those of the other ranks, which call this at the same time.
+
+    Usually all windows have the same steps. Otherwise the steps are merged that all ranks have, up to the end of the
+    window that ends first, without histograms, because these may be of other steps.
+
+    Returns:
+        The outcomes in the order of the steps, and the part of the window after that end, if any.
+    """
+    probes = _Probes.of(window)
+    is_same, begin, end = _compared(tree, window, probes)
+    if is_same:
+        return [Outcome(_merged(tree, window, probes, rank, world))], []
+    until_end = [sample for sample in window.samples if sample.sample.step <= end]
+    later = [sample for sample in window.samples if sample.sample.step > end]
+    steps = _steps_of_all(tree, until_end, range(begin, end + 1), world)
+    common = [sample for sample in until_end if sample.sample.step in steps]
+    alone = [sample for sample in until_end if sample.sample.step not in steps]
+    outcomes = [Outcome(window.of(alone), _OTHER_STEPS)] if alone else []
+    if common:
+        part = window.of(common)
+        probes = _Probes.of(part)
+        is_same, *_ = _compared(tree, part, probes)
+        outcomes.append(Outcome(_merged(tree, part, probes, rank, world)) if is_same else Outcome(part, _DIFFERENT))
+    outcomes.sort(key=lambda outcome: outcome.window.samples[-1].sample.step)
+    return outcomes, [window.of(later)] if later else []
+
+
+def _compared(tree: RankTree, window: RankWindow, probes: _Probes) -> tuple[bool, int, int]:
+    """Whether all ranks have the same window, and the least first and the least last step of the ranks' windows."""
+    steps = [sample.sample.step for sample in window.samples]
+    # A rank that has flushed alone may have taken the histogram at other steps.
+    histogram_steps = None if window.flush.histogram is None else window.flush.histogram_steps
+    of_probes = (probes.kinds, bool(probes.of_parameters))
+    what = repr((steps, window.num_uncounted, window.names, histogram_steps, of_probes)).encode()
+    digest = float(int.from_bytes(hashlib.sha256(what).digest()[:6], "big"))  # 48 bits: exact in float64
+    most_4 = np.array([digest, -digest, -steps[0], -steps[-1]], dtype=np.float64)
+    tree.all_reduce(most_4, dist.ReduceOp.MAX)
+    return bool(most_4[0] == -most_4[1]), -int(most_4[2]), -int(most_4[3])
+
+
+def _steps_of_all(tree: RankTree, samples: Sequence[ArrivedSample], within: range, world: int) -> Set[int]:
+    """The steps in a range that every rank has measured."""
+    num_ranks = np.zeros(len(within))
+    num_ranks[[sample.sample.step - within.start for sample in samples]] = 1.0
+    tree.all_reduce(num_ranks, dist.ReduceOp.SUM)
+    return {within.start + place for place in np.flatnonzero(num_ranks == world).tolist()}
+
+
+def _merged(tree: RankTree, window: RankWindow, probes: _Probes, rank: int, world: int) -> RankWindow:
+    """Merge a window that is the same on all ranks, by two messages."""
+    kinds, histograms, of_parameters = probes
+    of_samples = [sample.sums for sample in window.samples]
+    rows_SPC = np.stack([sample.rows for sample in window.samples])
+    sums, extremes = _pack(rows_SPC, window, rank, world)
+    of_kinds = _pack_sums(of_samples, kinds, window.names, window.counted)
+    of_histograms = _pack_histograms(histograms, window.names, window.counted) if of_parameters else ()
+    all_sums = _all_reduced(tree, [*sums, *of_kinds, *of_histograms[:1]], dist.ReduceOp.SUM)
+    all_extremes = _all_reduced(tree, [*extremes, *of_histograms[1:]], dist.ReduceOp.MAX)
+    merged = _unpack(all_sums[: len(sums)], all_extremes[: len(extremes)], window, world)
+    samples = []
+    of_all = _unpack_sums(all_sums[len(sums) :], kinds, window.names)
+    for sample, whole in zip(merged.samples, of_all, strict=True):
+        meant = {name: value for key, one in whole.items() for name, value in one.metrics(key).items()}
+        samples.append(replace(sample, sums={**sample.sums, **whole}, metrics={**sample.metrics, **meant}))
+    if of_parameters:
+        of_whole = _unpack_histograms(all_sums[-1], all_extremes[-1], window.names)
+        others = {key: one for key, one in histograms.items() if key not in of_parameters}
+        samples = [replace(sample, histograms={}) for sample in samples]
+        samples[-1] = replace(samples[-1], histograms=others | of_whole)
+    return replace(merged, samples=tuple(samples))
 
 
 def _all_reduced(tree: RankTree, parts: Sequence[FloatArray], operation: Any) -> list[FloatArray]:

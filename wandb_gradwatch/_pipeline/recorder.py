@@ -4,14 +4,14 @@ import json
 import math
 import os
 import tempfile
-import zipfile
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from .._interruptions import raise_interruption
 from .._measure.columns import NUM_BINS, Column, IntArray
 from ..rules import Alert
 from ..snapshot import Snapshot
@@ -26,20 +26,11 @@ TABLE_COLUMNS: Final = (
     *("step", "name", "grad_norm", "grad_norm_clipped", "grad_abs_max", "param_norm", "dead_ratio"),
     *("num_nan", "num_inf", "loss_scale", "skipped"),
 )
-_FORMAT: Final = 1
-_ARRAYS: Final = ("steps", "rows", "loss_scale", "skipped", "trainable")  # arrays that are saved in the file
-_KEPT: Final = (*_ARRAYS, "names", "metrics", "overhead_ratio")
+FORMAT: Final = 1  # of the file, which recording.py reads
+ARRAYS: Final = ("steps", "rows", "loss_scale", "skipped", "trainable")  # arrays that are saved in the file
+_KEPT: Final = (*ARRAYS, "names", "metrics", "overhead_ratio")
 
 Note = dict[str, str | int | float | bool | None]
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The contents of a flight recorder's file: samples (None if there are none), notes by step, and alerts."""
-
-    snapshot: Snapshot | None
-    notes: dict[int, Note]
-    alerts: list[Alert]
 
 
 class FlightRecorder:
@@ -141,10 +132,10 @@ class FlightRecorder:
     def _arrays(self) -> dict[str, Any]:
         history = self.history()
         notes = [[step, note] for step, note in self._notes.items()]
-        words = {"format": _FORMAT, "notes": notes, "alerts": [asdict(alert) for alert in self._alerts]}
+        words = {"format": FORMAT, "notes": notes, "alerts": [asdict(alert) for alert in self._alerts]}
         arrays: dict[str, Any] = {"words": np.array(json.dumps(words))}
         if history is not None:
-            arrays |= {name: getattr(history, name) for name in _ARRAYS}
+            arrays |= {name: getattr(history, name) for name in ARRAYS}
             arrays["names"] = np.array(history.names, dtype=np.str_)
             arrays["columns"] = np.array([column.name for column in Column], dtype=np.str_)
             arrays |= {f"metric/{key}": values for key, values in history.metrics.items()}
@@ -172,33 +163,6 @@ class FlightRecorder:
         return list(TABLE_COLUMNS), rows
 
 
-def load_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read a flight recorder's file: the one in the run's folder, or a path that `watcher.record()` returned.
-
-    Raises:
-        ValueError: the file is not a flight recorder's file, or has another format version.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
-        words = json.loads(str(arrays["words"]))
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is not a flight recorder's file") from error
-    if words["format"] != _FORMAT:
-        raise ValueError(f"{os.fspath(path)!r} has format {words['format']}; this version reads format {_FORMAT}")
-    snapshot = None
-    if "steps" in arrays:
-        snapshot = Snapshot(
-            names=tuple(arrays["names"].tolist()),
-            histogram=arrays.get("histogram"),
-            histogram_steps=tuple(arrays["histogram_steps"].tolist()) if "histogram_steps" in arrays else (),
-            **{name: arrays[name] for name in _ARRAYS},
-            metrics={key.removeprefix("metric/"): arrays[key] for key in arrays if key.startswith("metric/")},
-        )
-    notes = {int(step): note for step, note in words["notes"]}
-    return Recording(snapshot, notes, [Alert(**alert) for alert in words["alerts"]])
-
-
 def _table_row(history: Snapshot, sample: int, index: int) -> list[Any]:
     values = {
         "step": int(history.steps[sample]),
@@ -221,5 +185,9 @@ def _small(value: object) -> str | int | float | bool | None:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else repr(value)
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception as error:  # of the user's class
+        raise_interruption(error)
+        text = f"{type(value).__name__} without repr(): {type(error).__name__}"
     return text if len(text) <= MAX_NOTE_CHARACTERS else text[: MAX_NOTE_CHARACTERS - 1] + "…"

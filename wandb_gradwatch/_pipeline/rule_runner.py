@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from .._boundary import CallbackError
 from .._diagnosis import Diagnosis, diagnose, with_diagnosis
-from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import world_size
 from ..rules import Alert
 from ..rules._base import Finding, Level
@@ -38,7 +38,10 @@ class RuleRunner:
             alert = _with_interval(alert, snapshot)
             try:
                 recorder = self._dispatcher.recorder
-                told = with_diagnosis(alert, recorder.history(), earlier=recorder.alerts, **self._context)
+                # The diagnosis compares updates, and advises on them.
+                is_inferred = bool(snapshot.inferred[snapshot.steps == alert.step].any())
+                history = None if is_inferred else recorder.history()
+                told = with_diagnosis(alert, history, earlier=recorder.alerts, **self._context)
                 self._dispatcher.send(told)
             except CallbackError as error:
                 raised = raised or error
@@ -55,7 +58,7 @@ class RuleRunner:
         """Return probable causes of the alerts that were sent, most probable first; empty without alerts."""
         recorder = self._dispatcher.recorder
         history, titles = recorder.history(), {alert.title for alert in recorder.alerts if alert.level != "INFO"}
-        found = [] if history is None or not titles else diagnose(history, **self._context)
+        found = [] if history is None or not titles or history.inferred.any() else diagnose(history, **self._context)
         return [diagnosis for diagnosis in found if any(map(diagnosis.explains, titles))]
 
     @property

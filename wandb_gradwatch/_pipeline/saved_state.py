@@ -9,15 +9,18 @@ from numpy.typing import NDArray
 
 from .._capture.parts import CaptureParts
 from .._measure.probe_values import MetricHistogram
+from .._runtime.sharding import rank, world_size
 from .._transfer.transfers import ArrivedSample, Sample
 from .alert_manager import AlertManager
 from .assembly import Number, placed
 from .dispatcher import Dispatcher
 from .pipeline import Pipeline
+from .state_schema import checked
 
 # P watched parameters, N of them known when the state was saved
 
-_KEYS: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram", "metrics")
+_NEEDED: Final = "load_state_dict() needs what a watcher's state_dict() returned"
+_BROKEN: Final = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError)
 
 
 def save_state(
@@ -31,6 +34,7 @@ def save_state(
         "said": dispatcher.said,
         "names": list(parts.registry.names),
         "samples": [_saved(sample) for sample in pipeline.window],
+        "part_of": _own_part() if parts.shards.any else None,  # None: of no rank, but whole gradients
         "histogram": parts.window.open_histogram(),
         "metrics": parts.probes.state_dict(),
     }
@@ -48,26 +52,48 @@ def load_state(
     Raises:
         ValueError: `state` is not such a state; nothing is changed.
     """
-    if not isinstance(state, Mapping):
-        raise ValueError(f"load_state_dict() needs what a watcher's state_dict() returned, but got {state!r:.100}")
-    if missing := [key for key in _KEYS if key not in state]:
-        raise ValueError(
-            f"load_state_dict() needs what a watcher's state_dict() returned, but {missing[0]!r} is not among the "
-            f"keys {list(state)[:5]}; pass that part of the checkpoint"
-        )
-    parts.schedule.load_state_dict(state["sampler"])
-    alert_manager.load_state_dict(state["alert_manager"])
-    dispatcher.do_not_repeat(state["said"])
-    parts.probes.load_state_dict(state["metrics"])
-    slot_of_name, num_names = parts.registry.slot_of_name, len(parts.registry.names)
-    place = {old: slot_of_name[name] for old, name in enumerate(state["names"]) if name in slot_of_name}
-    if parts.guard is not None and state["guard"] is not None:
-        parts.guard.load_state_dict(state["guard"], place)
+    num_names, guard, probes = len(parts.registry.names), parts.guard, parts.probes
+    try:
+        saved = checked(state)
+        place = {
+            old: slot
+            for old, name in enumerate(saved["names"])
+            if (slot := parts.registry.slot_of_name.get(name)) is not None
+        }
+        window = [_loaded(sample, place, num_names) for sample in saved["samples"]]
+        counts, steps = saved["histogram"]["counts"], saved["histogram"]["steps"]
+        histogram = None if counts is None else torch.from_numpy(_placed(counts.numpy(), place, num_names, 0))
+    except _BROKEN as error:
+        raise ValueError(f"{_NEEDED}, but {error}") from error
+    # Guards and metrics check their own state while they load it: if one raises, both get their present state back.
+    unchanged = None if guard is None else guard.state_dict(), probes.state_dict()
+    try:
+        if guard is not None and saved["guard"] is not None:
+            guard.load_state_dict(saved["guard"], place)
+        probes.load_state_dict(saved["metrics"])
+    except _BROKEN as error:
+        if guard is not None and unchanged[0] is not None:
+            guard.load_state_dict(unchanged[0], {slot: slot for slot in range(num_names)})
+        probes.load_state_dict(unchanged[1])
+        raise ValueError(f"{_NEEDED}, but its 'guard' or 'metrics' does not fit: {error!r:.200}") from error
+    parts.schedule.load_state_dict(saved["sampler"])
+    alert_manager.load_state_dict(saved["alert_manager"])
+    dispatcher.do_not_repeat(saved["said"])
     pipeline.waiting.begin()
-    pipeline.window = [_loaded(saved, place, num_names) for saved in state["samples"]]
-    counts = state["histogram"]["counts"]
-    histogram = None if counts is None else torch.from_numpy(_placed(counts.numpy(), place, num_names, 0))
-    parts.window.restore_histogram(histogram, state["histogram"]["steps"])
+    is_own = saved["part_of"] == (_own_part() if parts.shards.any or saved["part_of"] else None)
+    if not is_own and window:
+        dispatcher.notice(
+            "other part",
+            "load_state_dict() has left out the measured steps of the window that was open when the state was saved, "
+            "because they are of another rank's part of the gradients. Save and load a state on every rank.",
+        )
+    pipeline.window = window if is_own else []
+    parts.window.restore_histogram(histogram if is_own else None, steps)
+
+
+def _own_part() -> list[int]:
+    """Identifies the part of the gradients that this rank has: its number, and the number of ranks."""
+    return [rank(), world_size()]
 
 
 def _saved(sample: ArrivedSample) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from .._diagnosis import CAUSES
 from .._page.history import RecordedAlert, RunHistory, natural_order
 from .._page.packing import Blob, pool, pool_extremes, pool_width
-from .._page.page import WORDS, render_content, write_html
+from .._page.page import WORDS, page_in, render_content, write_html
 from .._page.payload import MAX_POINTS, build_payload
 from .._page.read import read_run
 from ..snapshot import keys
@@ -229,7 +229,7 @@ def write_preview(
     # W&B generates the table of contents from the headings.
     blocks = [_block(one) for one in report.blocks if type(one).__name__ != "TableOfContents"]
     page = _preview("report", report.title, blocks, history)
-    return write_html(page, output or Path(f"gradwatch-report-{run or project}.html"))
+    return write_html(page, output or page_in(Path(), "report", run or project))
 
 
 def write_workspace_preview(entity: str, project: str, *, history: RunHistory | None, output: Path | None) -> Path:
@@ -239,7 +239,7 @@ def write_workspace_preview(entity: str, project: str, *, history: RunHistory | 
         {"kind": "Section", "text": one.name, "isOpen": one.is_open, "panels": one.panels} for one in workspace.sections
     ]
     page = _preview("workspace view", workspace.name, sections, history)
-    return write_html(page, output or Path(f"gradwatch-workspace-{project}.html"))
+    return write_html(page, output or page_in(Path(), "workspace", project))
 
 
 def _preview(what: str, title: str, blocks: list[dict[str, Any]], history: RunHistory | None) -> str:

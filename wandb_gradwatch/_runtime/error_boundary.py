@@ -1,18 +1,17 @@
-"""The only place where exceptions of the monitor are caught, so that training continues; hooks without compilation."""
+"""Runs the monitor's code one call at a time, timed and without autograd; hooks without compilation."""
 
 import functools
 import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .._interruptions import raise_interruption
+from .._boundary import Boundary, entry_point
 from .autograd import TrainingThread
 
 # torch.no_grad() calls this function through four Python frames.
@@ -26,30 +25,17 @@ Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
 
-class CallbackError(Exception):
-    """Wraps an exception of a user's callback, its `__cause__`, which must reach the training loop."""
-
-
-@contextmanager
-def raised_to_the_user() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise CallbackError from error
-
-
-class ErrorBoundary:
+class ErrorBoundary(Boundary):
     """Runs the monitor's code, timed, one call at a time and without autograd, until one raises: `failed` is called."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self.stopped = False
+        super().__init__(failed)
         self._process = os.getpid()
         self.seconds_spent = 0.0  # by which the host has delayed the training
         # Set if a device is used that works in parallel with the host: called when the monitor's code begins. It
         # returns a function that tells whether the device has been busy with earlier work since then.
         self.lag: Callable[[], Callable[[], bool]] | None = None
         self._is_busy: Callable[[], bool] = lambda: False  # the newest of these functions
-        self._failed = failed
         self.thread = TrainingThread()
         self.lock = threading.RLock()  # held while the monitor's code runs, and during the user's calls of its methods
         self._depth = 0  # depth of nested calls, of which only the outermost is timed
@@ -62,7 +48,7 @@ class ErrorBoundary:
     def run(
         self, function: Callable[Arguments, Answer], /, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Answer | None:
-        """Call the function and return its result; None if it raises or the monitor has stopped."""
+        """Call the function and return its result; None if it raises or the monitor has stopped. In an entry point."""
         if self.stopped or os.getpid() != self._process or _graph_is_captured():
             return None
         began = time.perf_counter()
@@ -87,20 +73,14 @@ class ErrorBoundary:
                     answer = function(*args, **kwargs)
                     is_hidden = not inside_another and self.is_hidden()
                     return answer
-                except CallbackError:
-                    raise
                 except Exception as error:
-                    self.fail(error)
+                    self.caught(error)
                     return None
                 finally:
                     self._depth -= 1
                     _set_grad_enabled(with_autograd)
                     if not (self._depth or is_hidden):
                         self.seconds_spent += time.perf_counter() - began
-        except CallbackError as raised:
-            if inside_another:
-                raise
-            raise raised.__cause__ or raised from None
         finally:
             if pauses_collector:
                 gc.enable()
@@ -108,15 +88,6 @@ class ErrorBoundary:
     def is_hidden(self) -> bool:
         """Whether the outermost call has cost no time so far, because the device is behind the host."""
         return self.lag is not None and self._is_busy()
-
-    def fail(self, error: Exception) -> None:
-        """Stop and report an error, or raise it again if the user's signal handler has raised it.
-
-        Code that only counts steps calls this directly, because `run` would cost more.
-        """
-        raise_interruption(error)
-        self.stopped = True
-        self._failed(error)
 
 
 def _graph_is_captured() -> bool:
@@ -158,28 +129,34 @@ def dynamo_disabled(function: Function) -> Function:
 
 
 def contained(method: Callable[Concatenate[Any, Arguments], None]) -> Callable[Concatenate[Any, Arguments], None]:
-    """Run a method in its object's `boundary`. Dynamo does not trace the method."""
+    """Make a method an entry point that runs in its object's `_boundary`. Dynamo does not trace the method."""
 
     @dynamo_disabled
+    @entry_point()
     @functools.wraps(method)
-    def wrapper(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        self.boundary.run(method, self, *args, **kwargs)
+    def run(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        self._boundary.run(method, self, *args, **kwargs)
 
-    return cast("Callable[Concatenate[Any, Arguments], None]", wrapper)
+    return run
 
 
-def alone(method: Callable[Concatenate[Any, Arguments], Answer]) -> Callable[Concatenate[Any, Arguments], Answer]:
-    """Run a method under its object's lock, `_own_turn()`; an exception of a user's callback is raised unchanged.
+def alone(
+    otherwise: Callable[[], Any] = lambda: None,
+) -> Callable[[Callable[Concatenate[Any, Arguments], Answer]], Callable[Concatenate[Any, Arguments], Answer]]:
+    """Make a method an entry point that runs under its object's lock, `_own_turn()`.
 
     Any thread may call the method: the monitor's code in the training thread waits meanwhile.
     """
 
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-        try:
+    def decorate(
+        method: Callable[Concatenate[Any, Arguments], Answer],
+    ) -> Callable[Concatenate[Any, Arguments], Answer]:
+        @entry_point(otherwise)
+        @functools.wraps(method)
+        def locked(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
             with self._own_turn():
                 return method(self, *args, **kwargs)
-        except CallbackError as raised:
-            raise raised.__cause__ or raised from None
 
-    return cast("Callable[Concatenate[Any, Arguments], Answer]", wrapper)
+        return locked
+
+    return decorate

@@ -2,7 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 class CannotWatchError(ValueError):
@@ -22,9 +22,17 @@ class Notice:
 class Notices(deque[Notice]):
     """The queue of messages, oldest first."""
 
+    said_in_process: ClassVar[set[str]] = set()  # the kinds of messages that are said once per process
+
     def say(self, kind: str, text: str) -> None:
         """Queue a log message."""
         self.append(Notice(kind, text))
+
+    def say_once_per_process(self, kind: str, text: str) -> None:
+        """Queue a log message unless this process has queued one of its kind, for this model or another."""
+        if kind not in self.said_in_process:
+            self.said_in_process.add(kind)
+            self.say(kind, text)
 
     def alert(self, title: str, text: str, step: int, level: Literal["WARN", "ERROR"] = "WARN") -> None:
         """Queue an alert about a fault that the capture or the guard has itself detected at this step."""

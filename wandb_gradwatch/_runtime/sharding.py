@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -23,18 +22,26 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_partial(tensor: Tensor | None) -> bool:
+    """Whether this is a DTensor whose values are the sums of what the ranks hold."""
+    return type(tensor).__name__ == "DTensor" and any(one.is_partial() for one in cast("Any", tensor).placements)
+
+
 def local_gradient(parameter: Tensor) -> Tensor:
     """The local part of a parameter's gradient, with the placements of the parameter.
 
-    A gradient that is still a partial sum over ranks is reduced first, as the optimizer would do, by a collective that
-    all ranks reach in the same order, because all of them own the parameter.
+    Autograd may leave a gradient with other placements: the whole gradient of a sharded embedding on every rank, or
+    partial sums for the weight of a layer norm under sequence parallelism. Then it is redistributed, as the optimizer
+    will do it, so that every element is counted by the rank that counts the same element of the parameter. From a
+    replica to a shard that is a slice; otherwise it is a collective, which all ranks reach in the same order, because
+    all of them own the parameter.
     """
     gradient = parameter.grad
     assert gradient is not None
     if type(gradient).__name__ == "DTensor":
-        dtensor = cast("Any", gradient)
-        if any(placement.is_partial() for placement in dtensor.placements):
-            dtensor = dtensor.redistribute(placements=cast("Any", parameter).placements)
+        dtensor, placements = cast("Any", gradient), cast("Any", parameter).placements
+        if dtensor.placements != placements:
+            dtensor = dtensor.redistribute(placements=placements)
         return cast("Tensor", dtensor._local_tensor)
     return gradient
 
@@ -49,29 +56,28 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def rank_store(name: str) -> Store:
-    """A separate set of keys in the store of the program's default process group, for which torch has no public name.
-
-    The public `new_group` is unsuitable: a rank that does not watch would block the others, and the user's next group,
-    which torch names by the number of groups on each rank, would never form.
-    """
-    return PrefixStore(f"gradwatch-{name}", _get_default_store())
-
-
-DEEPSPEED_REFUSED: Final = (
+_DEEPSPEED: Final = (
     "a model that DeepSpeed trains cannot be watched: its engine averages and clips gradients in buffers of its own; "
     "log engine.get_global_grad_norm() instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
 )
+_MAIN_GRAD: Final = (
+    "a model whose gradients are in parameter.main_grad cannot be watched: Megatron-core accumulates and averages them "
+    "there, and parameter.grad is this rank's own share or None; log the grad_norm that optimizer.step() returns "
+    "instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
+)
 
 
-def has_deepspeed(models: Iterable[nn.Module]) -> bool:
-    """Whether one of these models is a DeepSpeed engine or is trained by one, which shows by its forward hooks."""
-    if "deepspeed" not in sys.modules:
-        return False
+def refused_engine(models: Iterable[nn.Module]) -> str | None:
+    """Why the engine that trains one of these models makes watching impossible, and what to do; None: it does not."""
     modules = [module for model in models for module in model.modules()]
-    classes = (cls.__name__ for module in modules for cls in type(module).__mro__)
-    hooks = (getattr(hook, "__module__", "") for module in modules for hook in module._forward_pre_hooks.values())
-    return "DeepSpeedEngine" in classes or any(name.startswith("deepspeed.") for name in hooks)
+    # DeepSpeed's engine shows by its class, or by the forward hooks that it puts on the model.
+    if "deepspeed" in sys.modules:
+        classes = (cls.__name__ for module in modules for cls in type(module).__mro__)
+        hooks = (getattr(hook, "__module__", "") for module in modules for hook in module._forward_pre_hooks.values())
+        if "DeepSpeedEngine" in classes or any(name.startswith("deepspeed.") for name in hooks):
+            return _DEEPSPEED
+    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    return _MAIN_GRAD if any(getattr(one, "main_grad", None) is not None for one in parameters) else None
 
 
 class Shards:
@@ -80,6 +86,7 @@ class Shards:
     def __init__(self) -> None:
         self.any = False  # whether any parameter is sharded; the same on every rank
         self.uses_fsdp1 = False
+        self._rank = rank()  # known here: the user may destroy the default group before the last window ends
         # By the slot of a sharded parameter: the ranks that hold its shards, and whether this rank's shard is counted,
         # if these ranks include the parameter's first rank. Shards of other ranks are replicas.
         self._shares: dict[int, tuple[frozenset[int], bool]] = {}
@@ -117,7 +124,7 @@ class Shards:
         counted_P = np.empty(num_names, dtype=bool)
         for slot in range(num_names):
             first, share = self._first.get(slot, 0), self._shares.get(slot)
-            counted_P[slot] = rank() == first if share is None else share[1] and first in share[0]
+            counted_P[slot] = self._rank == first if share is None else share[1] and first in share[0]
         return counted_P
 
 

@@ -1,18 +1,21 @@
 """Optimizer steps as events: one pair of global hooks that handles nested steps, closures and steps that raise.
 
 The hooks are registered only while a model is watched. They receive the steps of all optimizers; a listener is called
-for the optimizers that it follows, once per outermost step.
+for the optimizers that it follows, once per outermost step, and again before each step that it delegates to.
 """
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from functools import partial
+from types import FrameType, FunctionType
 from typing import Any, Final, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -23,8 +26,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from .._boundary import Boundary, Call, around, entry_point
 from .autograd import current_graph_task, num_nodes_made
-from .error_boundary import ADDED_FRAMES, ErrorBoundary, dynamo_disabled
+from .error_boundary import ADDED_FRAMES, dynamo_disabled
 
 Value = TypeVar("Value")
 
@@ -65,10 +69,14 @@ class StepCounter:
 
 
 class Listener:
-    """A subscriber to optimizer steps, gradient scalers or clipping functions, with methods that do nothing."""
+    """A subscriber to steps of optimizers or pipelines, gradient scalers or clipping: methods that do nothing."""
 
     counter: StepCounter | None = None  # the listener is not called for steps that the counter counts
-    boundary: ErrorBoundary  # gets the exceptions of the counter
+    _boundary: Boundary  # gets the exceptions of its methods, which are entry points, and of the code that calls them
+
+    def fail(self, error: Exception) -> None:
+        """Stop, because the code that calls the listeners has raised."""
+        self._boundary.fail(error)
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer updates watched parameters. Called before every step, so it must be cheap."""
@@ -86,6 +94,12 @@ class Listener:
 
     def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         """Called after every listener's `before_step`: the gradients may be withheld from the optimizer now."""
+
+    def before_inner_step(self, optimizer: Optimizer, *, is_torchs: bool) -> None:
+        """Called inside a step, before a step that it delegates to: `super().step()`, or that of another optimizer.
+
+        `is_torchs`: the inner step is one of torch's own, which uses the gradients as they are now.
+        """
 
     def before_closure(self, optimizer: Optimizer) -> None:
         """Called before a step with a closure, whose present gradients are meaningless."""
@@ -111,6 +125,12 @@ class Listener:
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
         """The gradients of these are clipped, if they exceeded the limit."""
 
+    def schedule_begins(self, schedule: Any) -> None:
+        """A pipeline schedule is about to run the forwards and backwards of all micro-batches."""
+
+    def schedule_ended(self, schedule: Any) -> None:
+        """A pipeline schedule has run them and scaled the gradients, or it has raised."""
+
 
 class Listeners:
     """Subscribers to calls of torch functions, which are replaced by wrappers while there is a subscriber.
@@ -119,6 +139,7 @@ class Listeners:
     """
 
     def __init__(self) -> None:
+        self._boundary = Boundary(self._failed)
         self._listeners: tuple[Listener, ...] = ()
         # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
         self._lock = threading.RLock()
@@ -136,17 +157,21 @@ class Listeners:
             if not self._listeners:
                 self._uninstall()
 
-    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
-        """Modules or classes, attribute names, and wrappers, which get the original as their first argument."""
+    def _failed(self, error: Exception) -> None:
+        for listener in self._listeners:
+            listener.fail(error)
+
+    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
+        """Modules or classes, attribute names, and the entry points `before` and `after` calls of the attribute."""
         return ()
 
     def _install(self) -> None:
         installed = {(owner, name) for owner, name, _ in self._originals}
-        for owner, name, wrapper in self._wrappers():
+        for owner, name, entry_points in self._wrappers():
             original = owner.__dict__.get(name)  # None: an inherited method is wrapped at its own class
             if original is not None and (owner, name) not in installed:
                 self._originals.append((owner, name, original))
-                setattr(owner, name, _wrapped(original, wrapper))
+                setattr(owner, name, functools.wraps(original)(around(original, **entry_points)))
 
     def _uninstall(self) -> None:
         for owner, name, original in reversed(self._originals):
@@ -154,30 +179,69 @@ class Listeners:
         self._originals = []
 
 
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+def is_torchs(step: Callable[..., Any]) -> bool:
+    """Whether this is the `step` of one of torch's optimizers. They use the gradients that they get."""
+    return step.__module__.startswith("torch.optim.")
 
-    return call
+
+def _inherited_steps(cls: type[Optimizer]) -> Iterator[tuple[type, FunctionType]]:
+    """Yield the base classes with a `step` of their own, to which the class's `step` may delegate."""
+    seen = {inspect.unwrap(cls.step)}  # torch copies an inherited step to the class, with its hooks
+    for base in cls.__mro__[1:]:
+        function = base.__dict__.get("step")
+        if base is not Optimizer and isinstance(function, FunctionType) and inspect.unwrap(function) not in seen:
+            seen.add(inspect.unwrap(function))
+            yield base, function
 
 
 @dataclass(eq=False)
 class _Step:
-    """A running step, or one that raised, until the thread's next step or backward."""
+    """A running step, or one that raised, until the thread's next step or backward.
+
+    If it has a closure, the gradients of the closure's first evaluation are measured as those of the step. Line
+    searches evaluate the closure up to 20 more times, and Lightning runs the whole training step in the closure.
+    """
 
     optimizer: Optimizer
     frame: FrameType  # of its call; not the frame's id, which may be reused as soon as the frame is freed
     inside_backward: bool
     listeners: list[Listener]
+    outer: list[tuple["_Step", Listener]]  # listeners for which this step is a part of another one
+    _boundary: Boundary
+    has_begun: bool = False
     is_muted: bool = False
     last_hook: RemovableHandle | None = None
 
     def begin(self) -> None:
+        """Tell the listeners; no-op if that is done: the hook that calls this also runs in `super().step()`."""
+        if self.has_begun:
+            return
+        self.has_begun = True
         for listener in self.listeners:
             listener.before_step(self.optimizer, inside_backward=self.inside_backward)
         for listener in self.listeners:
             listener.guard_step(self.optimizer, inside_backward=self.inside_backward)
+        self.delegate(type(self.optimizer).step, self.outer)
+
+    def delegate(self, function: Callable[..., Any], told: Iterable[tuple["_Step", Listener]]) -> None:
+        """Tell listeners that the steps which they follow delegate to this function, unless these are yet to begin."""
+        for step, listener in told:
+            if step.has_begun:  # otherwise a closure has yet to compute the gradients
+                listener.before_inner_step(self.optimizer, is_torchs=is_torchs(function))
+
+    @dynamo_disabled
+    @entry_point()
+    def last_hook_runs(self, *_: Any) -> None:
+        self.begin()
+
+    @dynamo_disabled
+    @entry_point()
+    def closure_returns(self, _: Call) -> None:
+        if not self.is_muted:
+            self.begin()
+            self.is_muted = True
+            for listener in self.listeners:
+                listener.mute(True)
 
 
 class _Stack(threading.local):
@@ -208,6 +272,9 @@ class StepHooks(Listeners):
         self._stack = _Stack()
         self._under_way: set[weakref.ref[_Step]] = set()  # the running steps of all threads
         self._quick: QuickCount | None = None
+        # The classes whose `step` is wrapped, because subclasses call it as super().step(): torch calls the hooks there
+        # only if an optimizer of the class itself was made.
+        self._wrapped: dict[type, tuple[FunctionType, Callable[..., Any]]] = {}
 
     def unsubscribe(self, listener: Listener) -> None:
         self._quick = None  # it may be this listener's
@@ -221,6 +288,10 @@ class StepHooks(Listeners):
             ]
 
     def _uninstall(self) -> None:
+        while self._wrapped:
+            cls, (original, wrapper) = self._wrapped.popitem()
+            if cls.__dict__.get("step") is wrapper:  # otherwise torch has wrapped it too
+                cls.step = original  # type: ignore[attr-defined]
         # Running steps must be ended. Also, torch iterates over its global hooks while any thread steps, and raises if
         # the hooks change meanwhile. If other hooks exist, ours therefore stay, doing nothing, until a later call.
         are_alone = len(_global_optimizer_pre_hooks) == len(_global_optimizer_post_hooks) == 1
@@ -230,6 +301,7 @@ class StepHooks(Listeners):
             self._handles = []
 
     @dynamo_disabled
+    @entry_point()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         quick = self._quick
         if (
@@ -242,42 +314,41 @@ class StepHooks(Listeners):
             return None
         listeners: list[Listener] = []
         for listener in self._listeners:
-            try:
-                if (counter := listener.counter) is not None and counter.begins(optimizer):
-                    continue
-            except Exception as error:
-                listener.boundary.fail(error)
+            if (counter := listener.counter) is not None and counter.begins(optimizer):
+                continue
             if listener.follows(optimizer):
                 listener.end_counting(before_step=True)
                 listeners.append(listener)
         if not listeners:
             return None
-        frame = sys._getframe(1 + ADDED_FRAMES)
+        frame = sys._getframe(2 + ADDED_FRAMES)  # of the caller of the entry point
         self.drop_raised(frame)
+        within: list[tuple[_Step, Listener]] = []
         for outer in self._stack.steps:
-            listeners = [
-                listener
-                for listener in listeners
-                if listener not in outer.listeners or not listener.is_part_of(optimizer, outer.optimizer)
-            ]
-        step = _Step(optimizer, frame, current_graph_task() != -1, listeners)
+            parts = [one for one in listeners if one in outer.listeners and one.is_part_of(optimizer, outer.optimizer)]
+            listeners = [listener for listener in listeners if listener not in parts]
+            if outer.optimizer is not optimizer:  # its super().step() is wrapped
+                within += [(outer, listener) for listener in parts]
+        self._wrap_inherited_steps(type(optimizer))
+        step = _Step(optimizer, frame, current_graph_task() != -1, listeners, within, self._boundary)
         self._stack.steps.append(step)
         self._under_way.add(weakref.ref(step, self._under_way.discard))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if not callable(closure):
             # torch runs the global hooks first. The optimizer's own hooks and later global hooks may also change the
             # gradients before the step (clip, reduce): a hook that is registered now runs after all of them.
-            if listeners and self._others_follow(optimizer):
-                step.last_hook = optimizer.register_step_pre_hook(lambda *_: step.begin())
+            if (listeners or within) and self._others_follow(optimizer):
+                step.last_hook = optimizer.register_step_pre_hook(step.last_hook_runs)
             else:
                 step.begin()
             return None
         for listener in listeners:
             listener.before_closure(optimizer)
-        wrapped = _measured_at_first_return(closure, step)
+        wrapped = around(closure, after=step.closure_returns)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
     @dynamo_disabled
+    @entry_point()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         quick = self._quick
         if quick is not None and quick.is_under_way and quick.optimizer() is optimizer:
@@ -285,11 +356,8 @@ class StepHooks(Listeners):
             quick.clock.step += 1
             return
         for listener in self._listeners:
-            try:
-                if (counter := listener.counter) is not None and counter.ends(optimizer):
-                    listener.end_counting()
-            except Exception as error:
-                listener.boundary.fail(error)
+            if (counter := listener.counter) is not None and counter.ends(optimizer):
+                listener.end_counting()
         if not self._under_way:
             return
         steps = self._stack.steps
@@ -300,6 +368,25 @@ class StepHooks(Listeners):
             self._end(step)
             if step.optimizer is optimizer:
                 break
+
+    def _wrap_inherited_steps(self, cls: type[Optimizer]) -> None:
+        for base, function in _inherited_steps(cls):
+            if base not in self._wrapped:
+                wrapper = functools.wraps(function)(around(function, before=partial(self._delegates, function)))
+                self._wrapped[base] = function, wrapper
+                base.step = wrapper  # type: ignore[attr-defined]
+
+    @entry_point()
+    def _delegates(self, function: FunctionType, call: Call) -> None:
+        """An optimizer calls an inherited `step`."""
+        if not torch.compiler.is_compiling():
+            self._tell_delegation(call.args[0], function)
+
+    @dynamo_disabled
+    def _tell_delegation(self, optimizer: Optimizer, function: FunctionType) -> None:
+        """Tell the listeners of this optimizer's running steps that it calls an inherited `step`."""
+        for step in [one for one in self._stack.steps if one.optimizer is optimizer]:
+            step.delegate(function, [*((step, listener) for listener in step.listeners), *step.outer])
 
     def count_quickly(self, optimizer: Optimizer, clock: Any, *, until: float) -> QuickCount | None:
         """Count steps of this optimizer in `clock.step` from now on, up to `until`; None with several listeners."""
@@ -340,24 +427,6 @@ class StepHooks(Listeners):
             listener.mute(False)
         for listener in reversed(step.listeners):  # each restores what it found before the step
             listener.after_step(step.optimizer, inside_backward=step.inside_backward)
-
-
-def _measured_at_first_return(closure: Callable[[], Any], step: _Step) -> Callable[[], Any]:
-    """Wrap a closure so that the gradients of its first evaluation are measured as those of the step.
-
-    Line searches evaluate the closure up to 20 more times, and Lightning runs the whole training step in the closure.
-    """
-
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        result = closure(*args, **kwargs)
-        if not step.is_muted:
-            step.begin()
-            step.is_muted = True
-            for listener in step.listeners:
-                listener.mute(True)
-        return result
-
-    return evaluate
 
 
 STEP_HOOKS: Final = StepHooks()

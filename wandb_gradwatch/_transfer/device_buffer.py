@@ -86,6 +86,12 @@ class DeviceBuffer:
             self.received = torch.full_like(self.rows, torch.nan)
         self.received[index] = rows
 
+    def drop(self, index: Tensor | slice, which: Tensor) -> None:
+        """Mark some of these rows [N] as missing: those where `which` [N] is True."""
+        self.rows[index] = torch.where(which[:, None], torch.nan, self.rows[index])
+        if self.sample_histogram is not None:
+            self.sample_histogram[index] *= ~which[:, None]
+
     def forget_sample(self) -> None:
         """Open the next sample, with missing rows in new memory: a transfer may still use the old."""
         self.rows = self._missing_rows(len(self.rows) - 1)

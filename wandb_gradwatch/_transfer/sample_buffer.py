@@ -106,10 +106,25 @@ class SampleBuffer:
         """Mark all-zero rows as missing: no backward wrote these gradients, so zero_grad() left the zeros."""
         for buffer, index in self._at(slots):
             rows = buffer.rows[index]
-            leftover = rows[:, Column.NUM_ZERO] == rows[:, Column.NUM_ELEMENTS]
-            buffer.rows[index] = torch.where(leftover[:, None], torch.nan, rows)
+            buffer.drop(index, rows[:, Column.NUM_ZERO] == rows[:, Column.NUM_ELEMENTS])
+
+    def drop_finite_rows(self, slots: Sequence[int]) -> None:
+        """Mark rows without NaN and Inf as missing."""
+        for buffer, index in self._at(slots):
+            rows = buffer.rows[index]
+            buffer.drop(index, rows[:, Column.NUM_NAN] + rows[:, Column.NUM_INF] == 0)
+
+    def receive_nothing(self, slots: Sequence[int]) -> None:
+        """Record that the optimizer received gradients of 0 in place of those that were measured.
+
+        Finite ones are in no histogram: their rows will be dropped when they arrive.
+        """
+        for buffer, index in self._at(slots):
+            rows = buffer.rows[index]
+            is_bad = (rows[:, Column.NUM_NAN] + rows[:, Column.NUM_INF] > 0).any()
+            buffer.rows[index, RECEIVED_COLUMNS] = rows[:, Column.NUM_ELEMENTS, None] * 0  # missing stays missing
             if buffer.sample_histogram is not None:
-                buffer.sample_histogram[index] *= ~leftover[:, None]
+                buffer.sample_histogram[index] *= is_bad
 
     def clear(self, slots: Sequence[int]) -> None:
         """Mark these parameters as without a gradient in the open sample."""

@@ -299,7 +299,8 @@ def _what_happened(
 ) -> dict[str, float]:
     """Whether a sample's gradients were clipped, and whether they were changed otherwise; corrects its rows in place.
 
-    `earlier` is NaN where gradients did not change before clipping, `received` where they did not change afterwards.
+    `earlier` is NaN where gradients did not change before clipping, or before the update if torch's functions did not
+    clip them; `received` is NaN where they did not change afterwards.
     """
     shrunk = other = multiplied = False
     if earlier_PC is not None:
@@ -308,9 +309,12 @@ def _what_happened(
         shrunk, other = before.shrunk and not before.is_common, before.other and not before.is_common
         # If NaN and Inf arose after the backward, restore the rows that the backward left.
         num_now, num_earlier = (looks[:, Column.NUM_NAN] + looks[:, Column.NUM_INF] for looks in (rows_PC, earlier_PC))
-        bad = was_there & (num_now > 0) & (num_earlier == 0)
+        restored = was_there & (num_now > 0) & (num_earlier == 0)
+        if not sample.by_torch and before.is_clipping and np.nansum(rows_PC[:, Column.NUM_ELEMENTS]) > 1:
+            # The step itself has changed them, and no reduction over ranks of several elements does that.
+            received_PC, restored, shrunk = rows_PC.copy(), was_there, False
         columns = np.arange(NUM_COLUMNS) < RECEIVED_COLUMNS.start
-        rows_PC[np.ix_(bad, columns)] = earlier_PC[np.ix_(bad, columns)]
+        rows_PC[np.ix_(restored, columns)] = earlier_PC[np.ix_(restored, columns)]
     if received_PC is not None:
         was_seen = ~np.isnan(received_PC[:, Column.NUM_ELEMENTS]) & ~np.isnan(rows_PC[:, Column.NUM_ELEMENTS])
         received_PC = np.where(was_seen[:, None], received_PC, rows_PC)

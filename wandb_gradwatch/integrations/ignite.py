@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from .._arguments import check, check_flags, check_function, is_number
+from .._boundary import RaisedToTheUser
 from .._capture.parameter_registry import Models, with_prefixes
 from .._capture.probes import WatchedTensor
 from .._guard.guard import NormLimits, SkipGuard, judge_of_norms
 from .._measure.measure import measure_received
-from .._runtime.error_boundary import raised_to_the_user
-from .._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, has_shards
+from .._runtime.sharding import has_shards, refused_engine
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot
 from ._session import Session, Watching, active_run, named, require
@@ -98,8 +98,8 @@ class GradWatch(Watching):
             type(self).__name__, watch_options, reserved=reserved, run=run, on_sample=_while_alive(self._show)
         )
         models = [module for _, module in with_prefixes(model, asked_by="GradWatch()")]
-        if has_deepspeed(models):
-            raise ValueError(f"GradWatch(): {DEEPSPEED_REFUSED}")
+        if (why := refused_engine(models)) is not None:
+            raise ValueError(f"GradWatch(): {why}")
         is_limit = max_norm is None or (is_number(max_norm) and max_norm > 0)
         check(is_limit, "max_norm", max_norm, "a positive number or None")
         check_function("GradWatch()", "rule", rule, "a function from a norm to True (a spike) or False")
@@ -200,7 +200,7 @@ class GradWatch(Watching):
         names, state = tuple(tensor.name for tensor in tensors), self._engine.state
         norm = _norm(tensors)
         state.metrics[f"{self._prefix}grad_norm"] = norm
-        with raised_to_the_user():  # from the user's rule or callback
+        with RaisedToTheUser():  # from the user's rule or callback
             exceeds = self._rule or (lambda norm: norm > self._usual.limit(names, np.array(mask)))
             spike = not norm < math.inf or bool(exceeds(norm))
             is_first = spike and not state.unhealthy_spike

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._analysis.formatting import listing
+from .._boundary import Boundary, CallbackError, entry_point
 from .._capture.parameter_registry import NameFilter, name_predicate
+from .._interruptions import raise_interruption
 from .._runtime.autograd import current_graph_task, replay
-from .._runtime.error_boundary import ErrorBoundary
+from .._runtime.error_boundary import ErrorBoundary, dynamo_disabled
 from .._runtime.sharding import has_fsdp1
 from .._runtime.wrappers import TransientHook, named_modules, named_tensors
 from ._code_references import refer_to
@@ -130,8 +133,9 @@ class ForwardHooks:
         self.order: dict[str, int] = {}  # by name: position in the forward, in the order in which forwards first ended
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.models = models
-        self.boundary = ErrorBoundary(self._failed)
+        self._boundary = ErrorBoundary(self._failed)
         self._owner, self._on_logged, self._when = owner, on_logged, when
+        self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that cannot be hooked
         self._hooked: dict[At, dict[str, tuple[weakref.ref[nn.Module], RemovableHandle]]] = {}  # by name
 
     def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput) -> None:
@@ -148,15 +152,26 @@ class ForwardHooks:
         """Hook these modules at this place, and no others.
 
         "any end" also runs after a forward that raised; its hook gets None as the output, like one at the "beginning".
+        Modules that refuse hooks, as those of TorchScript do, are left out, which is said once.
         """
         hooked = self._hooked.setdefault(at, {})
         for name in [name for name, (module, _) in hooked.items() if module() is not wanted.get(name)]:
             hooked.pop(name)[1].remove()  # the module was removed or moved, for instance into a wrapper
-        for name in [name for name in wanted if name not in hooked]:
+        refused: dict[str, Exception] = {}
+        for name in [name for name in wanted if name not in hooked and wanted[name] not in self._refused]:
             module, hook = wanted[name], TransientHook(self, partial(self._ran, name, seen, at == "end"))
             register: Any = module.register_forward_hook if at != "beginning" else module.register_forward_pre_hook
-            handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
+            try:
+                handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
+            except Exception as error:
+                raise_interruption(error)
+                self._refused.add(module)
+                refused[name] = error
+                continue
             hooked[name] = weakref.ref(module), handle
+        if refused:
+            names, (reason, *_) = listing(refused), refused.values()
+            logger.warning("wandb_gradwatch: %r leaves out %s, which refuse hooks (%s).", self._owner, names, reason)
 
     def _ran(
         self, name: str, seen: SeenOutput, is_end: bool, module: nn.Module, args: Any, kwargs: Any, output: Any = None
@@ -166,13 +181,13 @@ class ForwardHooks:
         self.see(lambda: seen(name, module, args, kwargs, output))
 
     def open(self) -> None:
-        self.is_open = not self.boundary.stopped
+        self.is_open = not self._boundary.stopped
         if self.is_open and self._on_logged is not None:
-            _open_hooks[self] = self._on_logged
+            _OPEN.hooks[self] = None
 
     def shut(self) -> None:
         self.is_open = False
-        _open_hooks.pop(self, None)
+        _OPEN.hooks.pop(self, None)
 
     def remove(self) -> None:
         self.shut()
@@ -183,7 +198,29 @@ class ForwardHooks:
     def see(self, function: Callable[[], None]) -> None:
         """Run the function if the current forward counts; its exception is logged once and removes only this hook."""
         if self._counts():
-            self.boundary.run(function)
+            self._boundary.run(function)
+
+    @dynamo_disabled
+    @entry_point()
+    def gradient_came(self, measure: Callable[..., None], *args: Any) -> None:
+        """Call a function with the gradient of an output, which the backward continues with unchanged."""
+        if self.is_open:
+            self._boundary.run(measure, *args)
+
+    @entry_point()
+    def take(self, module: nn.Module, name: str, thing: Any, dims: Dims) -> None:
+        """Pass on what a module logs itself, if it is a module of these models."""
+        if self._on_logged is not None and (of := self.names.get(module)) is not None:
+            self.order.setdefault(f"{of}.{name}", len(self.order))
+            self.see(partial(self._on_logged, of, name, thing, dims))
+
+    def caught(self, error: Exception) -> None:
+        self._boundary.caught(error)
+
+    @property
+    def seconds_spent(self) -> float:
+        """Seconds that the hooks have taken."""
+        return self._boundary.seconds_spent
 
     def _counts(self) -> bool:
         if replay.is_running or self._when == "always":
@@ -204,7 +241,30 @@ class ForwardHooks:
         logger.error("wandb_gradwatch: %s failed and is dropped; training goes on.", self._owner, exc_info=error)
 
 
-_open_hooks: Final[dict[ForwardHooks, SeenThing]] = {}
+class _OpenHooks:
+    """The hooks that are open now, in the order of their opening."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[ForwardHooks, None] = {}
+        self._boundary = Boundary(self._failed)
+
+    def _failed(self, error: Exception) -> None:
+        text = "wandb_gradwatch: what modules log themselves is no longer measured; training goes on."
+        logger.error(text, exc_info=error)
+
+    @entry_point()
+    def take(self, module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
+        """Pass on what a module logs itself to all hooks of a probe that measures such things."""
+        if not isinstance(module, nn.Module):
+            raise CallbackError from TypeError(
+                f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one"
+            )
+        if not torch.compiler.is_compiling() and not self._boundary.stopped:
+            for hooks in tuple(self.hooks):
+                hooks.take(module, name, thing, dims)
+
+
+_OPEN: Final = _OpenHooks()
 
 
 def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
@@ -218,18 +278,7 @@ def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = Non
         tensor: a tensor of any shape; it is not kept.
         dims: dimensions to log separately by index, with their names: {1: "head"} logs `<module>.<name>/head_0/...`.
     """
-    _hand_over(module, name, tensor, dims)
-
-
-def _hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one")
-    if torch.compiler.is_compiling() or not _open_hooks:
-        return
-    for hooks, on_logged in tuple(_open_hooks.items()):
-        if (of := hooks.names.get(module)) is not None:
-            hooks.order.setdefault(f"{of}.{name}", len(hooks.order))
-            hooks.see(partial(on_logged, of, name, thing, dims))
+    _OPEN.take(module, name, tensor, dims)
 
 
 @dataclass(frozen=True)
@@ -272,7 +321,7 @@ def log_attention(
         is_causal: each query attends only to keys up to its own position.
         scale: the factor of the logits. None: 1 / sqrt(D).
     """
-    _hand_over(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
+    _OPEN.take(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
 
 
 class MonitorMixin:

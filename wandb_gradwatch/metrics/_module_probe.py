@@ -276,7 +276,7 @@ class ForwardProbe(ModuleProbe):
 
     @property
     def seconds_spent(self) -> float:
-        return self._hooks.boundary.seconds_spent
+        return self._hooks.seconds_spent
 
     def bind(self, models: ModuleIndex) -> None:
         self.hook_into(models)

@@ -106,12 +106,8 @@ class Activations(ForwardProbe):
         if "grad" in self._of:
             for path, tensor in leaves_in(output, "grad"):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._backward_reached, name, path))  # type: ignore[no-untyped-call]
-
-    def _backward_reached(self, name: str, path: str, gradient: Tensor) -> None:
-        """Measure the gradient of an output, which the backward continues with unchanged."""
-        if self._hooks.is_open:
-            self._hooks.boundary.run(self._add_gradient, name, path, gradient)
+                    hook = partial(self._hooks.gradient_came, self._add_gradient, name, path)
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _add_gradient(self, name: str, path: str, gradient: Tensor) -> None:
         scale = scale_tensor(SCALERS.scaler_for(self._parameters))

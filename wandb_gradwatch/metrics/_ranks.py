@@ -16,7 +16,7 @@ from .._arguments import check, is_number, is_whole
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
 from .._measure.columns import FloatArray
-from .._measure.elements import onto, wide_dtype
+from .._measure.elements import bits_of, onto, wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import rank, world_size
 from ..snapshot import keys
@@ -102,7 +102,7 @@ class Ranks(OwnGradientProbe):
             layout = Layout.of(tensor)
             has_replicas = layout.num_replicas > 1 if layout else tensor.is_whole
             if has_replicas and self._match.chooses(tensor.name) and tensor.parameter.numel():
-                self._checksums.append(_bits(tensor.parameter))
+                self._checksums.append(bits_of(tensor.parameter))
                 self._layout.append((tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype), layout))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -142,12 +142,6 @@ class Ranks(OwnGradientProbe):
         if 0 < len(not_finite) < len(square):
             found[keys.FIRST_NONFINITE_RANK] = float(not_finite[0])
         return found
-
-
-def _bits(parameter: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, read as integers of at most 32 bits; it does not depend on the order."""
-    kind = {1: torch.int8, 2: torch.int16}.get(parameter.element_size(), torch.int32)
-    return parameter.reshape(-1).view(kind).sum(dtype=torch.int64)
 
 
 def _compared(name: str, of_ranks: Mapping[int, float]) -> dict[str, float]:

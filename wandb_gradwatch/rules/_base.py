@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
-from .._analysis.formatting import sentence
+from .._analysis.formatting import sentence, visible_text
 from .._analysis.memory import PerKind, Remembers
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
@@ -48,7 +48,7 @@ class Alert:
 
     def __str__(self) -> str:
         """Return level, step, title and text, as `on_alert=print` prints them."""
-        return f"{self.level} at step {self.step}: {self.title}\n{textwrap.indent(self.text, '    ')}"
+        return visible_text(f"{self.level} at step {self.step}: {self.title}\n{textwrap.indent(self.text, '    ')}")
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,9 @@ class ShippedRule(Remembers):
     bounds: ClassVar[Bounds] = {}  # the smallest and the largest value of each limit
     may_be_none: ClassVar[frozenset[str]] = frozenset()  # the names of limits that None switches off
     is_for_rare_samples: ClassVar[bool] = False
+    # Whether it judges what updates do over several samples. It does not get samples whose update is only inferred: in
+    # a line search they are trial points.
+    judges_updates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, (least, largest) in self.bounds.items():

@@ -59,6 +59,7 @@ class DeadGradient(PerKindRule):
     _least: float = field(default=0.0, init=False, repr=False)
 
     title: ClassVar[str] = "Dead gradient"
+    judges_updates: ClassVar[bool] = True
     bounds: ClassVar[Bounds] = {"max_ratio": SHARE, "patience": (1.0, 1e9)}
 
     def __post_init__(self) -> None:

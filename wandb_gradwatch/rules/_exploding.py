@@ -187,6 +187,7 @@ class ExplodingGradient(ShippedRule):
     _unlearnt: list[tuple[tuple[str, ...], FloatArray]] = field(default_factory=list, init=False, repr=False)
 
     title: ClassVar[str] = "Exploding gradient"
+    judges_updates: ClassVar[bool] = True
     bounds: ClassVar[Bounds] = {
         **dict.fromkeys(("record_factor", "min_factor", "first_factor", "growth", "adapt_after"), FROM_1),
         **dict.fromkeys(("threshold", "deviations"), FROM_0),

@@ -94,6 +94,7 @@ class LossSpike(ShippedRule):
     _num_rises: int = field(default=0, init=False, repr=False)  # blocks in a row, each above the one before
 
     title: ClassVar[str] = "Loss spike"
+    judges_updates: ClassVar[bool] = True
     negative: ClassVar[str] = "Loss below 0"
     bounds: ClassVar[Bounds] = dict.fromkeys(("stays", "adapt_after"), FROM_1) | {
         "deviations": FROM_0,

@@ -21,6 +21,7 @@ _CAUSE_AFTER: Final = (
     "code between backward() and step() changed the gradients, such as a division by 0, a reduction over ranks, or "
     "clipping or unscaling by hand"
 )
+_RELOAD: Final = "load the last good checkpoint"
 _REMEDY_AFTER: Final = "check that code for divisors and factors that can be 0, NaN or infinite at this step"
 
 
@@ -30,7 +31,7 @@ def _broken_parameter(snapshot: Snapshot, sample: int) -> tuple[str, str] | None
     if not broken.size:
         return None
     cause = f"the parameter {snapshot.names[broken[0]]} was already non-finite before this step"
-    return cause, "load the last good checkpoint, then lower the learning rate or clip: too large an update broke it"
+    return cause, f"{_RELOAD}, then lower the learning rate or clip: too large an update broke it"
 
 
 def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
@@ -48,6 +49,7 @@ class _NonFiniteGradient(ShippedRule):
     counts: ClassVar[str]  # name of the snapshot's array with the number of such elements of each gradient
     cause: ClassVar[str]
     remedy: ClassVar[str]
+    remedy_without_steps: ClassVar[str]  # where no optimizer step was seen
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         for sample in snapshot.overview:
@@ -73,8 +75,12 @@ class _NonFiniteGradient(ShippedRule):
             fact += f" Before that, in the forward, the output of {output} was the first that was not finite."
         if sample.left_out:
             fact += " The training loop left this step out: the gradients were reset before an optimizer used them."
-        cause, remedy = _broken_parameter(snapshot, sample.place) or (self.cause, self.remedy)
+        broken = _broken_parameter(snapshot, sample.place)
+        cause, remedy = broken or (self.cause, self.remedy)
         level: Level = "WARN" if sample.left_out else "ERROR"
+        if snapshot.inferred[sample.place]:
+            fact += " No optimizer step was seen: this may be a trial point of a line search."
+            level, remedy = ("ERROR", _RELOAD) if broken else ("WARN", self.remedy_without_steps)
         return self._finding(sample.step, fact, cause, remedy, layers=layers, level=level)
 
 
@@ -90,6 +96,7 @@ class NaNGradient(_NonFiniteGradient):
         "look at the batch of this step, and add an epsilon inside log, sqrt and divisions; "
         'watch(model, on_nonfinite="trace") names the operation'
     )
+    remedy_without_steps: ClassVar[str] = remedy
 
 
 @dataclass(kw_only=True)
@@ -103,6 +110,7 @@ class InfGradient(_NonFiniteGradient):
     remedy: ClassVar[str] = (
         "lower the learning rate or clip the gradients, use bfloat16 instead of float16, add an epsilon to divisions"
     )
+    remedy_without_steps: ClassVar[str] = "use a dtype with a larger range, or add an epsilon to divisions"
 
 
 NONFINITE_TITLES: Final = (NaNGradient.title, InfGradient.title)

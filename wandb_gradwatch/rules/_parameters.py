@@ -83,6 +83,7 @@ class FastParameters(PerKindRule):
     _step_at_0: float = field(default=-math.inf, init=False)  # the last step at which all weights were 0
 
     title: ClassVar[str] = "Parameters grow too fast"
+    judges_updates: ClassVar[bool] = True
     shrinking: ClassVar[str] = "Parameters shrink"
     metric: ClassVar[str] = keys.LOSS
     bounds: ClassVar[Bounds] = {"max_growth": SHARE, "max_first_growth": SHARE, "min_left": SHARE, "max_factor": FROM_1}

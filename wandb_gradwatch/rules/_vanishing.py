@@ -82,6 +82,7 @@ class VanishingGradient(PerKindRule):
     _num_coarse: int = field(default=0, init=False)
 
     title: ClassVar[str] = "Vanishing gradient"
+    judges_updates: ClassVar[bool] = True
     bounds: ClassVar[Bounds] = {"min_norm": FROM_0, "depth_factor": FROM_1, "min_order": SHARE, "patience": FROM_1}
 
     def prepared(self, snapshot: Snapshot, samples: Sequence[Overview]) -> Iterable[tuple[Overview, Any]]:

@@ -36,6 +36,7 @@ _CHECK_RATE: Final = (
 _CAUSES: Final = {
     "zero": ("the learning rate is 0", _CHECK_RATE),
     "too small": ("a learning rate that is far too small for the parameters to change ({rate})", _CHECK_RATE),
+    "no step": ("step() is never called: no optimizer step was seen", "call optimizer.step() after backward()"),
     "unknown": (
         "not clear: either step() is never called, or the learning rate is 0; its value tells them apart",
         "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up",
@@ -137,6 +138,7 @@ class TightClipping(PerKindRule):
     _largest: float = field(default=0.0, init=False)  # the largest norm that was not clipped too tightly
 
     title: ClassVar[str] = "Clipping too tight"
+    judges_updates: ClassVar[bool] = True
     bounds: ClassVar[Bounds] = {"max_factor": FROM_1, "patience": FROM_1, "first_patience": FROM_1}
 
     def check_sample(self, snapshot: Snapshot, sample: Overview, value: float, /) -> Iterable[Alert]:
@@ -248,7 +250,7 @@ class UnchangedParameters(PerKindRule):
         # A schedule that ends at 0 is close to 0 for a thousandth of the run.
         is_long = sample.step - self._felt >= max(self.zero_patience, _LONG * sample.step)
         if (is_still and self._num_unchanged >= _LEAST_SAMPLES) or (self._num_nothing >= _LEAST_SAMPLES and is_long):
-            yield self._alert(sample.step, norm, rate, is_nothing)
+            yield self._alert(sample.step, norm, rate, is_nothing, is_seen=not snapshot.inferred[sample.place])
         elif not same and sample.is_complete:  # of two optimizers' models, a critic's weights may be clamped
             yield from self._look_for_lost(snapshot.names, sample, update, abs(rate), has_still)
 
@@ -292,12 +294,13 @@ class UnchangedParameters(PerKindRule):
                 layers = listing([names[p] for p in np.flatnonzero(still_P)])
                 yield self._finding(sample.step, fact, *_CAUSES["still"], layers=layers)
 
-    def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
+    def _alert(self, step: int, norm: float, rate: float, is_nothing: bool, *, is_seen: bool) -> Alert:
         what, since = "no parameter has changed by a single bit", self._since
         if is_nothing and self._felt < since:
             what, since = "the learning rate has been almost 0", self._felt
         fact = f"{what} in the {step - since} steps since step {since}, although the gradient norm is {norm:.3g}."
         kind = ("too small" if rate else "zero") if is_nothing else "unknown" if math.isnan(rate) else "undone"
+        kind = kind if is_seen else "no step"
         cause, remedy = _CAUSES[kind]
         return self._finding(step, fact, cause.format(rate=number(rate)), remedy, level="ERROR")
 

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from .._analysis.formatting import number
+from .._analysis.formatting import number, visible_text
 from ..rules import Alert
 from ..snapshot import Snapshot
 from ..snapshot._shapes import merge_snapshots
@@ -129,7 +129,7 @@ class ConsoleSink(Sink):
         return self._file in (None, sys.stdout, sys.stderr)
 
     def _print(self, text: str) -> None:
-        print(text, file=sys.stderr if self._file is None else self._file, flush=True)
+        print(visible_text(text), file=sys.stderr if self._file is None else self._file, flush=True)
 
 
 def summary_line(snapshot: Snapshot) -> str:
@@ -144,7 +144,7 @@ def summary_line(snapshot: Snapshot) -> str:
     fields += _count("NaN", np.nansum(total.num_nan)) + _count("Inf", np.nansum(total.num_inf))
     fields += _value("clip_ratio", snapshot.clip_ratio) + _count("loss_scale", snapshot.loss_scale[-1])
     fields += _count("skipped", snapshot.skipped.sum()) + _count("withheld", snapshot.num_guarded_steps)
-    return "  ".join(fields)
+    return visible_text("  ".join(fields), keep="")
 
 
 def _value(name: str, value: float) -> list[str]:

@@ -45,9 +45,9 @@ _FINITE_EDGES: Final = np.nan_to_num(histogram_edges())  # of the snapshot's bin
 
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
 MAX_LISTED_SAMPLES: Final = 512  # about 10 kB
-# Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
+# Values of single samples. The row holds counts and ratios of some instead, and the loss of the last sample.
 _OF_SAMPLES: Final = (
-    *(keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LEARNING_RATE),
+    *(keys.GUARDED, keys.LEFT_OUT, keys.INFERRED, keys.CLIPPED, keys.CHANGED, keys.LEARNING_RATE),
     *(keys.LOSS, keys.NUM_NONFINITE_LOSS),
 )
 

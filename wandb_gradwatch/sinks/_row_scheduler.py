@@ -39,8 +39,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any, Final
 
+from .._boundary import Boundary, Call, around, entry_point
 from .._interruptions import raise_interruption
 from ..snapshot import keys
 from ._definitions import MetricDefinitions
@@ -52,6 +54,23 @@ FIRST_ROWS: Final = 10  # of W&B's history
 PATIENCE: Final = 0.1  # seconds that the training waits for an answer of W&B's process, once while it hangs
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
 _MEDIA_COUNTERS: Final = ("_local_step", "_step")  # the names in different versions of W&B
+
+
+@dataclass(frozen=True, slots=True)
+class _UsersRow:
+    """A log call of the user."""
+
+    data: Any
+    step: int | None  # that W&B uses; None: W&B counts by itself
+    closes: bool  # the row that is open after it
+    may_be_joined: bool  # by a row of ours, in one call: plain numbers
+
+    @classmethod
+    def of(cls, data: Any = None, step: Any = None, commit: Any = None, **more: Any) -> "_UsersRow":
+        heeded_step = _step_for_wandb(step)
+        are_plain = step is None and not more and type(data) is dict
+        are_plain = are_plain and all([type(value) in (float, int) for value in data.values()])
+        return cls(data, heeded_step, heeded_step is None if commit is None else bool(commit), are_plain)
 
 
 class RowScheduler:
@@ -66,6 +85,7 @@ class RowScheduler:
         self._has_told_merged = False
         self.num_user_calls = 0
         self._user_logs_a_loss = False
+        self._boundary = Boundary(self._failed)
         self._run = run
         self._pid = os.getpid()
         self._shared = run.settings.mode == "shared"  # in this mode the server orders the rows of all writers
@@ -85,6 +105,7 @@ class RowScheduler:
         self.is_starved = False  # the user has logged nothing between the last two rows, so that rows are queued
         self._seconds = 0.0
         self._log: Callable[..., None] = getattr(run, "_log", run.log)
+        self._log_between = around(self._log, before=self._log_begins, after=self._log_ends)
         self._sees_calls = hasattr(run, "_log") and not self._shared
         self._asks_step = not self._shared
         self._answer: Future[int] | None = None  # of the last query of `run.step`
@@ -133,24 +154,26 @@ class RowScheduler:
         """Remove the callbacks of an owner; its queued rows are still logged."""
         self._before_end.pop(owner, None)
 
-    def _place(self, *, step: int | None = None, commit: bool = False, data: dict[str, Any] | None = None) -> bool:
-        """Log the next part, if there is one; with `data`, in one call that closes the row, if they share no key.
+    def _place(self, *, step: int | None = None, commit: bool = False, joins: Call | None = None) -> None:
+        """Log the next part, if there is one; if it `joins` a call of the user's and they share no key, in one call.
 
-        Returns whether the call logged `data` too. A signal handler that logs in the middle of this method places no
-        part. One that ends the run logs the same part again, into the same open row and with the same keys.
+        A signal handler that logs in the middle of this method places no part. One that ends the run logs the same part
+        again, into the same open row and with the same keys.
         """
         part = self.waiting.next_part()
         if part is None or self._is_placing:
-            return False
+            return
         self._is_placing = True
         try:
             logged = part if self._logs_our_loss(commit) else _without_loss(part)
             self._definitions.add(logged)
-            if data is not None and logged.keys().isdisjoint([*data, *self._open.users]):
+            data = {} if joins is None else joins.found.data
+            if joins is not None and logged.keys().isdisjoint([*data, *self._open.users]):
                 self._joined_at = self._open.step
                 self._log({**logged, **data}, step=None, commit=True)
+                joins.is_made = True
                 self.waiting.remove(part)
-                return True
+                return
             self._log_part(logged, step, commit)
         except BaseException as error:
             self._remove_if_joined()
@@ -161,7 +184,6 @@ class RowScheduler:
             self._is_placing, self._joined_at = False, None
         self.waiting.remove(part)
         self._open.note_call(step, commit, own=True)
-        return False
 
     def _remove_if_joined(self) -> None:
         """Remove the part whose call was interrupted if W&B has logged it: its row is closed, so it must not return."""
@@ -253,51 +275,59 @@ class RowScheduler:
         finally:
             self._log_lock.release()
 
-    def _user_log(self, data: Any, step: Any = None, commit: Any = None, **more: Any) -> None:
+    def _user_log(self, *args: Any, **kwargs: Any) -> Any:
         """Replacement of `run._log`: place queued rows before and after the user's call, which passes unchanged."""
-        if self.ended or os.getpid() != self._pid:  # a forked child may have inherited a lock that is never released
-            return self._log(data, step=step, commit=commit, **more)
+        if os.getpid() != self._pid:  # a forked child may have inherited a lock that is never released
+            return self._log(*args, **kwargs)
         with self._log_lock:
-            self.num_user_calls += 1
-            heeded_step = _step_for_wandb(step)
-            closes = heeded_step is None if commit is None else bool(commit)
-            dropped = heeded_step is not None and heeded_step < self._open.step
-            is_logged: bool | None = False
-            if not (dropped or self._user_logs_a_loss):
-                self._user_logs_a_loss = bool(self._guarded(_has_loss, data))
-            if self.waiting and not dropped and not self.is_unanswered:
-                may_join = step is None and not more and type(data) is dict
-                may_join = may_join and all([type(value) in (float, int) for value in data.values()])
-                is_logged = self._guarded(self._place_before, data, heeded_step, closes, may_join)
-            if not is_logged:
-                self._log(data, step=step, commit=commit, **more)
-            if not dropped:
-                self._guarded(self._place_after, data, heeded_step, closes)
+            return self._log_between(*args, **kwargs)
 
-    def _place_before(self, data: Any, step: int | None, closes: bool, may_join: bool) -> bool:
-        """Place rows before the user's call. Returns whether the user's data is logged already, together with a row."""
-        valid = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
-        if not valid or self._is_placing or self.waiting.next_part() is None:
-            return False  # the call will raise, it comes from a signal handler in a placing, or the queue is empty
-        jumps = self._open.is_left_by(step)
-        if step is not None and jumps and self.waiting.has_several() and self._look_at_step():
-            # Queued rows take the steps that the user skips; the newest is kept for the row that the user opens.
-            free = self._open.step + self._open.has_own
-            while free < step and self.waiting.has_several():
-                self._place(step=free)
-                free += 1
-        places = closes and (jumps or not self._open.has_own)
-        return places and self._place(step=step if jumps else None, data=data if may_join else None)
+    @entry_point()
+    def _log_begins(self, call: Call) -> None:
+        """Place rows before the user's call, or one in the same call with the user's data."""
+        began = time.perf_counter()
+        user = call.found = _UsersRow.of(*call.args, **call.kwargs)
+        self.num_user_calls += not self.ended
+        if not (self._user_logs_a_loss or self._is_dropped(user)):
+            self._user_logs_a_loss = _has_loss(user.data)
+        is_valid = isinstance(user.data, Mapping) and all(isinstance(key, str) for key in user.data)
+        # An invalid call will raise; a call in the middle of a placing comes from a signal handler.
+        if is_valid and not self._is_dropped(user) and not self.is_unanswered and not self._is_placing:
+            jumps = self._open.is_left_by(user.step)
+            if user.step is not None and jumps and self.waiting.has_several() and self._look_at_step():
+                # Queued rows take the steps that the user skips; the newest is kept for the row that the user opens.
+                free = self._open.step + self._open.has_own
+                while free < user.step and self.waiting.has_several():
+                    self._place(step=free)
+                    free += 1
+            if user.closes and (jumps or not self._open.has_own):
+                self._place(step=user.step if jumps else None, joins=call if user.may_be_joined else None)
+        self._seconds += time.perf_counter() - began
 
-    def _place_after(self, data: Any, step: int | None, closes: bool) -> None:
+    @entry_point()
+    def _log_ends(self, call: Call) -> None:
+        """Place a row after the user's call."""
+        began, user = time.perf_counter(), call.found
+        if user is None or self._is_dropped(user):
+            return
         # Users who pass step= close a row by the next jump, so a row of ours must join the row that a jump has opened.
-        opened = self._open.is_left_by(step) and not closes
-        self._open.note_call(step, closes)
-        self._open.timestamp = None if closes else data.get("_timestamp")
-        if not closes:
-            self._open.users.update(data)
+        opened = self._open.is_left_by(user.step) and not user.closes
+        self._open.note_call(user.step, user.closes)
+        self._open.timestamp = None if user.closes else user.data.get("_timestamp")
+        if not user.closes:
+            self._open.users.update(user.data)
         if opened and not self.is_unanswered:
             self._place()
+        self._seconds += time.perf_counter() - began
+
+    def _is_dropped(self, user: "_UsersRow") -> bool:
+        """Whether W&B drops this call, as its step is over. After the end of the run no call matters."""
+        return self.ended or (user.step is not None and user.step < self._open.step)
+
+    def _failed(self, error: Exception) -> None:
+        """After an error while rows were placed: the user's log calls still work, and other rows are logged."""
+        if not self.ended:  # a signal handler may have ended the run meanwhile
+            self._left_out(error)
 
     def _look_at_step(self, *, waits: bool = False) -> bool:
         """Query W&B for the step of the open row, and return whether it is known now; True if only the mirror is used.
@@ -330,21 +360,6 @@ class RowScheduler:
         except Exception as error:
             answer.set_exception(error)
 
-    def _guarded(self, place: Callable[..., bool | None], *call: Any) -> bool | None:
-        """Place rows. If this raises, the user's log call still works, and what could not be logged is left out."""
-        if self.ended:
-            return None
-        began = time.perf_counter()
-        try:
-            return place(*call)
-        except Exception as error:
-            raise_interruption(error)
-            if not self.ended:  # a signal handler may have ended the run meanwhile
-                self._left_out(error)
-            return None
-        finally:
-            self._seconds += time.perf_counter() - began
-
     def _left_out(self, error: Exception) -> None:
         """Log once that a part of a row could not be logged."""
         if not self._has_told_left_out:
@@ -357,7 +372,8 @@ class RowScheduler:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def end(self) -> None:
+    @entry_point()
+    def end(self, _: object = None) -> None:
         """Log all queued rows and restore the run's log method. Idempotent; never raises."""
         if self.ended:
             return
@@ -385,7 +401,7 @@ def row_scheduler_of(run: Any) -> RowScheduler:
     return vars(run)[_ATTRIBUTE]  # type: ignore[no-any-return]
 
 
-def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None]:
+def _call_before_the_end(run: Any, end: Callable[..., None]) -> Callable[[], None]:
     """Call `end`, which must be idempotent, before the run ends, whether by a call or by the end of the script.
 
     run.finish(), wandb.finish(), `with wandb.init()` and a second wandb.init() call `run._finish`. The normal end of a
@@ -401,13 +417,7 @@ def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None
             end()
 
     name = "_finish" if hasattr(run, "_finish") else "finish"
-    finish = getattr(run, name)
-
-    def finish_after_our_end(*args: Any, **kwargs: Any) -> Any:
-        end()
-        return finish(*args, **kwargs)
-
-    vars(run)[name] = finish_after_our_end
+    vars(run)[name] = around(getattr(run, name), before=end)
     atexit.register(end_at_exit)
     return lambda: atexit.unregister(end_at_exit)
 

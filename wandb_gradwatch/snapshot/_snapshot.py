@@ -313,6 +313,11 @@ class Snapshot:
         return self._is_above_0(keys.LEFT_OUT)
 
     @derived
+    def inferred(self) -> npt.NDArray[np.bool_]:
+        """True where no step was seen, only a reset of the gradients: an update by hand, or a trial point: [S]."""
+        return self._is_above_0(keys.INFERRED)
+
+    @derived
     def num_guarded_steps(self) -> float:
         """Number of steps that the guard withheld, including steps between samples; NaN without a guard."""
         counts = self.metrics.get(keys.NUM_GUARDED_STEPS)

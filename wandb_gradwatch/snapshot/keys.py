@@ -66,6 +66,7 @@ CHANGED: Final = "gradwatch/changed"  # 1: changed after the backward, other tha
 GUARDED: Final = "gradwatch/guarded"  # 1: the guard withheld the sample's own step
 LEARNING_RATE: Final = "gradwatch/learning_rate"  # the largest learning rate of the optimizers that made the update
 LEFT_OUT: Final = "gradwatch/left_out"  # 1: the training loop skipped the optimizer step
+INFERRED: Final = "gradwatch/inferred"  # 1: no step was seen, only a reset of the gradients: perhaps a trial point
 # Defects of the training loop that the capture detects. Each key exists only while its defect lasts.
 WIRING: Final = "gradwatch/wiring/"
 WIRING_CARRIED: Final = "gradwatch/wiring/carried"  # 1: gradients were not reset since the last step

@@ -1,8 +1,9 @@
-"""DeepSpeed keeps gradients in its own buffers: watching a model that it trains is refused, before or after watch()."""
+"""DeepSpeed and Megatron-core keep gradients in buffers of their own: watching a model that they train is refused."""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import types
 from typing import Any
@@ -28,32 +29,60 @@ class DeepSpeedEngine(nn.Module):
         model.register_forward_pre_hook(count_forward)
 
 
+class MegatronDDP(nn.Module):
+    """What identifies Megatron-core's: gradients are accumulated in `main_grad`, and `grad` is None afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+        def accumulate(parameter: Any) -> None:
+            parameter.main_grad += parameter.grad
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.register_post_accumulate_grad_hook(accumulate)
+
+
+ENGINES = [
+    (DeepSpeedEngine, r"DeepSpeed trains cannot be watched.*log engine\.get_global_grad_norm\(\)"),
+    (MegatronDDP, r"parameter\.main_grad cannot be watched.*log the grad_norm that optimizer\.step\(\) returns"),
+]
+
+
 @pytest.fixture(autouse=True)
 def deepspeed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
 
 
 @pytest.mark.parametrize("given", ["engine", "model", "several"])
-def test_a_model_that_deepspeed_trains_is_refused_with_what_to_do(given: str) -> None:
+@pytest.mark.parametrize(("engine_of", "refusal"), ENGINES)
+def test_a_model_that_they_train_is_refused_with_what_to_do(engine_of: Any, refusal: str, given: str) -> None:
     model = nn.Linear(2, 1)
-    engine = DeepSpeedEngine(model)
-    with pytest.raises(ValueError, match=r"DeepSpeed trains cannot be watched.*log engine\.get_global_grad_norm\(\)"):
+    engine = engine_of(model)
+    with pytest.raises(ValueError, match=refusal):
         watch({"engine": engine, "model": model, "several": [nn.Linear(2, 1), engine]}[given])
 
 
-def test_an_engine_that_is_made_after_watch_ends_the_watching_once_in_the_same_words(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("options", [{}, {"sample_every": None, "log_every": 50}], ids=["every step", "default"])
+@pytest.mark.parametrize("steps", [True, False], ids=["its steps are seen", "it updates copies"])
+@pytest.mark.parametrize(("engine_of", "refusal"), ENGINES)
+def test_an_engine_that_is_made_after_watch_ends_the_watching_in_the_first_backward(
+    engine_of: Any, refusal: str, steps: bool, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(2, 1)
-    watcher, sink = watch(model)
-    engine, optimizer = DeepSpeedEngine(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    with caplog.at_level(logging.ERROR, logger="wandb_gradwatch"):
+    watcher, sink = watch(model, **options)
+    engine, optimizer = engine_of(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
         for _ in range(3):
             engine.module(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+            [record] = caplog.records  # at once, and only once
+            if steps:
+                optimizer.step()
+    assert re.search("has stopped watching; training goes on: .*" + refusal, record.getMessage())
     watcher.remove()
     assert len(caplog.records) == 1
-    assert "has stopped watching; training goes on: a model that DeepSpeed trains" in caplog.text
     assert not sink.snapshots
 
 
