@@ -179,9 +179,12 @@ class _RowOfWandb(Attached):
 
         rng = np.random.default_rng(0)
         names = tuple(name for name, _ in model.named_parameters())
-        families = [keys.layer_keys(family, names) for family in keys.LAYER_FAMILIES]
-        # Without histograms there are no quantiles and forecasts, which are about half of the model's values.
-        of_model = keys.MODEL_KEYS if histograms else keys.MODEL_KEYS[::2]
+        families = [
+            keys.layer_keys(family, names) for family in keys.LAYER_FAMILIES if family not in keys.ONCE_NOT_ZERO
+        ]
+        on_request = {*keys.MODEL_DETAILS.values(), *keys.GRAD_ABS_QUANTILES}
+        on_request |= {keys.forecast_key(each, what) for each in keys.FORMATS for what in keys.FORECASTS}
+        of_model = [key for key in keys.MODEL_KEYS if key not in on_request]
         of_all = [*of_model, *(key for family in families for key in family)]
         self._row: dict[str, Any] = dict(zip(of_all, rng.standard_normal(len(of_all)).tolist(), strict=True))
         for key in keys.layer_keys(keys.GRADIENT_HISTOGRAMS, names) if histograms else ():

@@ -193,7 +193,8 @@ def write_fake_run(
         settings=wandb.Settings(silent=True, console="off"),
     )
     run_directory = Path(run.dir).parent
-    sink = WandbSink(run)
+    of_model = dict.fromkeys(keys.MODEL_DETAILS, "^$")  # of no layer
+    sink = WandbSink(run, details=of_model | {keys.PRECISION: ""})
     waiting = list(alerts)
     recorder = FlightRecorder(max_samples=10)
     for snapshot in fake_snapshots(names, num_flushes=num_flushes):

@@ -73,7 +73,7 @@ def check(server: LoopbackServer, run_id: str) -> None:
     for row in ours[:-1]:  # 30^2 + 40^2 = 50^2, clipped to 10
         assert abs(row["gradwatch/grad_norm"] - 50) < 1e-3, row["gradwatch/grad_norm"]
         assert abs(row["gradwatch/grad_norm_clipped"] - 10) < 1e-3, row["gradwatch/grad_norm_clipped"]
-        assert row["gradwatch/loss_scale"] == 1024.0, row["gradwatch/loss_scale"]
+        assert row["gradwatch/grad_scale"] == 1024.0, row["gradwatch/grad_scale"]
     assert ours[0]["gradients/weight"]["_type"] == "histogram", ours[0]["gradients/weight"]  # with the first row
     assert not [key for key in server.runs[run_id].summary if key.startswith("gradients/")], "histograms in the summary"
 

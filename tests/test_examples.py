@@ -74,7 +74,7 @@ def test_lora_watches_the_adapters_also_the_one_added_later(tmp_path: Path) -> N
 
 def test_amp_logs_true_gradients_and_the_loss_scale(tmp_path: Path) -> None:
     printed, history = run_example("amp", tmp_path)
-    scale = history.values["gradwatch/loss_scale"]
+    scale = history.values["gradwatch/grad_scale"]
     # GradScaler begins at 65536 and doubles every 20 good steps (growth_interval): 65536 until step 20, then 131072.
     assert scale.tolist() == [65536.0, 65536.0, 131072.0, 131072.0]
     # A norm that includes the loss scale is at least 65536 times the true norm, which is near 1 in this regression.

@@ -771,7 +771,7 @@ def test_hostile_names_stay_text(show: Opener) -> None:
 def test_what_never_happened_is_said_instead_of_drawn(show: Opener) -> None:
     zeros = np.zeros(2)
     values = {f"gradwatch/{key}": zeros for key in ("num_nan", "num_inf", "clip_ratio", "num_skipped_steps")}
-    values |= {"gradwatch/grad_norm": zeros + 1, "gradwatch/loss_scale": zeros + 1024}
+    values |= {"gradwatch/grad_norm": zeros + 1, "gradwatch/grad_scale": zeros + 1024}
     page = show(run_of(values))
     assert page.locator(".never").all_inner_texts() == [
         "No step was clipped.",

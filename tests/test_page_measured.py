@@ -28,6 +28,7 @@ from wandb_gradwatch.snapshot import Snapshot, keys
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NAN = float("nan")
+EVERYTHING = (*keys.DETAILS, keys.PRECISION)
 
 
 def read(*windows: Snapshot) -> RunHistory:
@@ -177,7 +178,9 @@ def trained(directory: Path, sample_every: int) -> RunHistory:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     run = wandb.init(mode="offline", dir=str(directory), settings=wandb.Settings(silent=True, console="off"))
-    wandb_gradwatch.watch(model, sample_every=sample_every, log_every=20, histogram_every=20, rules=[])
+    wandb_gradwatch.watch(
+        model, sample_every=sample_every, log_every=20, histogram_every=20, rules=[], details=EVERYTHING
+    )
     for step in range(1, 101):
         loss = (model(torch.randn(8, 4)) * (50 if step == 60 else 1)).square().mean()
         optimizer.zero_grad()

@@ -32,7 +32,7 @@ from wandb_gradwatch._report.report import (
     save_workspace,
     write_preview,
 )
-from wandb_gradwatch._report.template import SECTIONS, LinePanel
+from wandb_gradwatch._report.template import A_LOSS, SECTIONS, WANDB_STEP, LinePanel
 from wandb_gradwatch.snapshot import keys
 
 reports = pytest.importorskip("wandb_workspaces.reports.v2", reason="the extra 'report' is not installed")
@@ -50,7 +50,7 @@ TITLES = [WORDS[key].title for key in SECTIONS]
 
 
 def panel_patterns(panels: list[LinePanel] = PANELS) -> set[str]:
-    return {panel.pattern for panel in panels if panel.pattern is not None}
+    return {panel.pattern for panel in panels if panel.pattern is not None and panel.pattern != A_LOSS}
 
 
 def unlogged(panels: list[LinePanel], history: RunHistory) -> set[str]:
@@ -62,6 +62,18 @@ def unlogged(panels: list[LinePanel], history: RunHistory) -> set[str]:
 def test_a_real_run_logs_every_key_that_the_template_names(history: RunHistory) -> None:
     assert unlogged(PANELS, history) == set()
     assert keys.STEP in history.values
+
+
+def test_the_panel_of_losses_finds_the_users_keys_and_none_of_a_layer(history: RunHistory) -> None:
+    losses = (
+        "loss Loss train/loss val_loss train/loss_step loss/train losses/kl eval/rmse_loss train.loss gradwatch/loss"
+    )
+    others = "grad_norm/loss_head/weight gradients/model/loss/weight activation/loss/std accuracy closs/a/b"
+    assert [key for key in losses.split() if not re.search(A_LOSS, key)] == []
+    assert [key for key in others.split() if re.search(A_LOSS, key)] == []
+    assert [key for key in (*history.values, *history.own) if re.search(A_LOSS, key)] == ["loss"]
+    (panel,) = SECTIONS["loss"]
+    assert (panel.pattern, panel.x) == (A_LOSS, WANDB_STEP)  # the user's rows have no step of ours
 
 
 def test_a_key_that_nobody_logs_would_be_noticed(history: RunHistory) -> None:
@@ -119,7 +131,7 @@ def test_the_report_survives_its_own_format() -> None:
     spec = internal.Spec.model_validate_json(report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
     loaded = reports.Report._from_model(report._to_model().model_copy(update={"spec": spec}))
     assert list(map(keys_of, line_plots(loaded.blocks))) == list(map(keys_of, line_plots(report.blocks)))
-    assert axes(line_plots(loaded.blocks)) == {keys.STEP}
+    assert axes(line_plots(loaded.blocks)) == {keys.STEP, WANDB_STEP}
     assert set(TITLES) < {block.text for block in loaded.blocks if isinstance(block, reports.H2)}
 
 
@@ -181,6 +193,7 @@ def test_a_preview_has_every_block_of_the_report_and_the_lines_of_its_panels(
     drawn = {panel["title"]: [line["label"] for line in panel["lines"]] for panel in panels}
     assert drawn["Norm before clipping, and received"] == [keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED]
     assert len(drawn["Gradient norm of every layer"]) == 24
+    assert drawn["Every loss of the run"] == ["loss"]
 
 
 def test_a_preview_of_the_workspace_has_its_sections_and_the_lines_of_their_panels(
@@ -284,7 +297,7 @@ def test_a_saved_report_loads_back_with_all_its_panels(server: LoopbackServer) -
     assert [(plot.title, keys_of(plot), plot.metric_regex, plot.log_y) for plot in plots] == [
         (panel.title, list(panel.metrics), panel.pattern, panel.log_y) for panel in PANELS
     ]
-    assert axes(plots) == {keys.STEP}
+    assert [plot.title for plot in plots if axes([plot]) != {keys.STEP}] == ["Every loss of the run"]
     charts = [p for b in loaded.blocks if isinstance(b, reports.PanelGrid) for p in b.panels]
     assert f"{ENTITY}/{CHART_NAME}" in [getattr(panel, "chart_name", None) for panel in charts]
 

@@ -19,18 +19,21 @@ from windows import window
 
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import Column
-from wandb_gradwatch.sinks._history_row import HistoryRow, TableRow
+from wandb_gradwatch._page.read import RunReader
+from wandb_gradwatch.sinks._history_row import HistoryRow, Rebinner, TableRow, ZerosLeftOut
 from wandb_gradwatch.sinks._wandb_run import WandbSink
 from wandb_gradwatch.snapshot import Snapshot, keys
 from wandb_gradwatch.snapshot._shapes import select_samples
 
 FORECASTS = ("underflow_ratio", "flush_ratio", "headroom")
 NAN, INF = math.nan, math.inf
+PRECISION = {keys.PRECISION: ""}
+EVERYTHING = dict.fromkeys((*keys.DETAILS, keys.PRECISION), "")
 
 
 def test_layers_of_norm_5_and_12_make_13() -> None:
     scalars = HistoryRow.of(window({"a.weight": [3, 4], "b.weight": [12]})).scalars()
-    # sqrt(9 + 16) = 5, sqrt(144) = 12, sqrt(25 + 144) = 13; mean 19/3; E[g^2] - mean^2 = 169/3 - 361/9 = 146/9.
+    # sqrt(9 + 16) = 5, sqrt(144) = 12, sqrt(25 + 144) = 13
     assert scalars == pytest.approx(
         {
             "gradwatch/step": 1,
@@ -40,9 +43,6 @@ def test_layers_of_norm_5_and_12_make_13() -> None:
             "gradwatch/grad_norm_max": 13,
             "gradwatch/grad_norm_clipped": 13,
             "gradwatch/clip_ratio": 0,
-            "gradwatch/grad_mean": 19 / 3,
-            "gradwatch/grad_std": math.sqrt(146 / 9),
-            "gradwatch/grad_abs_max": 12,
             "gradwatch/dead_ratio": 0,
             "gradwatch/param_norm": math.sqrt(2),  # of two norms of 1
             "gradwatch/num_nan": 0,
@@ -75,7 +75,7 @@ def test_the_values_of_the_model_are_the_statistics_of_its_total(
     held = {name: np.array(one) for name, one in zip(names, parameters, strict=False)}
     with np.errstate(over="ignore", invalid="ignore"):
         sample = sample_of(dict(zip(names, gradients, strict=True)), parameters=held)
-        total, scalars = sample.total, HistoryRow.of(sample).scalars()
+        total, scalars = sample.total, HistoryRow.of(sample, dict.fromkeys(keys.MODEL_DETAILS, "")).scalars()
     for statistic in ("grad_norm", "grad_mean", "grad_std", "grad_abs_max", "dead_ratio", "param_norm"):
         expected = float(getattr(total, statistic)[0, 0])
         assert scalars.get(keys.PREFIX + statistic, NAN) == pytest.approx(expected, rel=1e-14, nan_ok=True)
@@ -105,7 +105,7 @@ def test_a_name_keeps_its_last_present_value() -> None:
 def test_what_is_missing_has_no_key() -> None:
     scalars = HistoryRow.of(window({"a": [1.0], "frozen": None})).scalars()
     assert not [key for key in scalars if "frozen" in key]
-    assert "gradwatch/loss_scale" not in scalars
+    assert "gradwatch/grad_scale" not in scalars
     assert "gradwatch/overhead_ratio" not in scalars
 
 
@@ -146,7 +146,7 @@ def test_loss_scale_skipped_steps_and_metrics() -> None:
         overhead_ratio=0.004,
     )
     scalars = HistoryRow.of(snapshot).scalars()
-    assert scalars["gradwatch/loss_scale"] == 32768
+    assert scalars["gradwatch/grad_scale"] == 32768
     assert scalars["gradwatch/num_skipped_steps"] == 1
     assert scalars["head/rank"] == 2
     assert "gradwatch/own" not in scalars
@@ -156,14 +156,16 @@ def test_loss_scale_skipped_steps_and_metrics() -> None:
 def test_quantiles_of_the_magnitude_cover_everything_watched() -> None:
     # 98 elements of 1e-3 and two of 1e3: the median and the 1 % quantile are 1e-3 up to a half-octave bin, and the 99 %
     # quantile has rank 99, one of the two large ones.
-    scalars = HistoryRow.of(window({"a": [1e-3] * 98, "b": [1e3, -1e3]}, histogram=True)).scalars()
+    snapshot = window({"a": [1e-3] * 98, "b": [1e3, -1e3]}, histogram=True)
+    scalars = HistoryRow.of(snapshot, PRECISION).scalars()
     assert scalars["gradwatch/grad_abs_p50"] == pytest.approx(1e-3, rel=0.5)
     assert scalars["gradwatch/grad_abs_p01"] == pytest.approx(1e-3, rel=0.5)
     assert scalars["gradwatch/grad_abs_p99"] == pytest.approx(1e3, rel=0.5)
 
 
 def test_every_value_is_a_python_number() -> None:
-    scalars = HistoryRow.of(window({"a": [1.0]}, histogram=True, overhead_ratio=np.float32(0.1))).scalars()
+    snapshot = window({"a": [1.0]}, histogram=True, overhead_ratio=np.float32(0.1))
+    scalars = HistoryRow.of(snapshot, EVERYTHING).scalars()
     assert {type(value) for value in scalars.values()} == {int, float}
 
 
@@ -236,8 +238,8 @@ _samples = st.lists(st.fixed_dictionaries({}, optional={"a": _values, "b.c": _va
 def test_the_row_of_two_windows_is_the_merge_of_their_rows(first: list, second: list, histograms: tuple) -> None:
     a = window(*first, histogram=histograms[0])
     b = window(*second, first_step=len(first) + 1, histogram=histograms[1])
-    merged = HistoryRow.of(a).merge(HistoryRow.of(b))
-    whole = HistoryRow.of(a.merge(b))
+    merged = HistoryRow.of(a, EVERYTHING).merge(HistoryRow.of(b, EVERYTHING))
+    whole = HistoryRow.of(a.merge(b), EVERYTHING)
     assert merged.scalars() == pytest.approx(whole.scalars())
     assert merged.listed.as_json() == whole.listed.as_json()
     assert merged.histograms.keys() == whole.histograms.keys()
@@ -248,7 +250,8 @@ def test_the_row_of_two_windows_is_the_merge_of_their_rows(first: list, second: 
 def test_the_precision_forecast_is_logged_for_every_format() -> None:
     # Three elements are not 0. 2^-30 and 2^-20 are below fp16's smallest normal number 2^-14, 2^-30 is below half its
     # smallest subnormal number, 2^-25, and 1 can double log2(65504) times. For fp8 e4m3: 2^-6, 2^-10 and 448.
-    vitals = HistoryRow.of(window({"a": [2.0**-30, 0.0], "b": [2.0**-20, 1.0]}, histogram=True)).scalars()
+    snapshot = window({"a": [2.0**-30, 0.0], "b": [2.0**-20, 1.0]}, histogram=True)
+    vitals = HistoryRow.of(snapshot, PRECISION).scalars()
     assert vitals["gradwatch/fp16_underflow_ratio"] == pytest.approx(2 / 3)
     assert vitals["gradwatch/fp16_flush_ratio"] == pytest.approx(1 / 3)
     assert vitals["gradwatch/fp16_headroom"] == pytest.approx(math.log2(65504))
@@ -259,9 +262,9 @@ def test_the_precision_forecast_is_logged_for_every_format() -> None:
 
 
 def test_a_forecast_that_cannot_be_made_is_missing() -> None:
-    without = HistoryRow.of(window({"a": [1.0]})).scalars()
-    zeros = HistoryRow.of(window({"a": [0.0, 0.0]}, histogram=True)).scalars()
-    lowest_bin = HistoryRow.of(window({"a": [2.0**-130]}, histogram=True)).scalars()
+    without = HistoryRow.of(window({"a": [1.0]}), PRECISION).scalars()
+    zeros = HistoryRow.of(window({"a": [0.0, 0.0]}, histogram=True), PRECISION).scalars()
+    lowest_bin = HistoryRow.of(window({"a": [2.0**-130]}, histogram=True), PRECISION).scalars()
     assert not [key for key in (*without, *zeros) if key.endswith(FORECASTS[:2])]
     assert "gradwatch/bf16_flush_ratio" not in lowest_bin  # unknown, because the lowest bin has no lower edge
     assert lowest_bin["gradwatch/bf16_underflow_ratio"] == 1
@@ -269,7 +272,7 @@ def test_a_forecast_that_cannot_be_made_is_missing() -> None:
 
 def test_the_forecast_of_two_windows_is_that_of_their_elements() -> None:
     first, later = window({"a": [2.0**-30]}, histogram=True), window({"a": [1.0]}, first_step=2, histogram=True)
-    vitals = HistoryRow.of(first).merge(HistoryRow.of(later)).scalars()
+    vitals = HistoryRow.of(first, PRECISION).merge(HistoryRow.of(later, PRECISION)).scalars()
     assert (vitals["gradwatch/fp16_flush_ratio"], vitals["gradwatch/fp16_headroom"]) == (0.5, math.log2(65504))
 
 
@@ -285,19 +288,22 @@ def test_details_are_logged_on_request_each_by_its_definition() -> None:
         "grad_abs_min_nonzero/a/b": 1,
         "zero_ratio/a/b": 1 / 3,
         "grad_norm_clipped/a/b": math.sqrt(10),
+        "gradwatch/grad_mean": 2 / 3,  # there is one layer
+        "gradwatch/grad_std": math.sqrt(26 / 9),
+        "gradwatch/grad_abs_max": 3,
     }
     plain = HistoryRow.of(snapshot).scalars()
     every = HistoryRow.of(snapshot, dict.fromkeys(keys.DETAILS, "")).scalars()
     assert {key: value for key, value in every.items() if key not in plain} == pytest.approx(details)
     some = HistoryRow.of(snapshot, {"mean": "", "received": ""}).scalars()
-    assert some.keys() - plain.keys() == {"grad_mean/a/b", "grad_norm_clipped/a/b"}
+    assert some.keys() - plain.keys() == {"grad_mean/a/b", "gradwatch/grad_mean", "grad_norm_clipped/a/b"}
 
 
 def test_details_by_pattern_are_those_of_the_layers_that_match() -> None:
     snapshot = window({"a.weight": [1.0], "b.weight": [2.0], "b.bias": [3.0]})
     some = HistoryRow.of(snapshot, {"mean": r"^b\.", "max": "weight$"}).scalars()
     assert some.keys() - HistoryRow.of(snapshot).scalars().keys() == {
-        *("grad_mean/b/weight", "grad_mean/b/bias"),
+        *("grad_mean/b/weight", "grad_mean/b/bias", "gradwatch/grad_mean"),
         *("grad_max/a/weight", "grad_max/b/weight"),
     }
     assert HistoryRow.of(window({}), {"mean": "weight"}).step == 1  # a window without layers is valid
@@ -311,3 +317,47 @@ def test_the_table_of_many_rows_is_the_one_that_wandb_makes_of_them_row_by_row()
     assert (table.columns, table.data) == (expected.columns, rows)
     assert table._column_types == expected._column_types
     assert part[keys.STEP] == 39
+
+
+def sent(*snapshots: Snapshot) -> list[dict[str, object]]:
+    """The rows that a sink logs of these windows."""
+    zeros = ZerosLeftOut()
+    return [part for one in snapshots for part in HistoryRow.of(one, zeros=zeros).parts()]
+
+
+def test_zeros_of_a_layer_are_left_out_until_its_first_other_value() -> None:
+    quiet, dead, broken = {"a.w": [1.0, 2.0], "b": [1.0]}, {"a.w": [0.0, 2.0], "b": [1.0]}, {"a.w": [NAN], "b": [1.0]}
+    rows = sent(
+        *(window(one, first_step=step) for step, one in enumerate((quiet, dead, quiet, broken, quiet), start=1))
+    )
+    assert [row.get("dead_ratio/a/w") for row in rows] == [None, 0.5, 0, None, 0]  # nothing finite in the fourth
+    assert [row.get("num_nonfinite/a/w") for row in rows] == [None, None, None, 1, 0]
+    assert not [key for row in rows for key in row if key in ("dead_ratio/b", "num_nonfinite/b")]
+    assert [row["gradwatch/num_nan"] for row in rows] == [0, 0, 0, 1, 0]  # of the model, always
+
+
+def test_a_reader_sees_zeros_where_the_layer_was_measured_and_nowhere_else() -> None:
+    windows = [{"a": [1.0]}, {"a": None}, {"a": [0.0, NAN]}, {"a": [NAN]}, {"a": [1.0]}]
+    snapshots = [window(one | {"b": [2.0]}, first_step=step) for step, one in enumerate(windows, start=1)]
+    reader = RunReader(Path("x"))
+    for row in sent(*snapshots):
+        reader.take_row(row)
+    found = reader.history().values
+    np.testing.assert_array_equal(found["num_nonfinite/a"], [0, NAN, 1, 1, 0])
+    np.testing.assert_array_equal(found["dead_ratio/a"], [0, NAN, 0.5, NAN, 0])
+    for family in keys.ONCE_NOT_ZERO:
+        np.testing.assert_array_equal(found[f"{family}/b"], np.zeros(5))
+
+
+def test_a_model_of_four_parameters_has_at_most_45_keys() -> None:
+    healthy = {"0.weight": [1.0], "0.bias": [1.0], "2.weight": [1.0], "2.bias": [1.0]}
+    broken = {name: [0.0, NAN, 1.0] for name in healthy}
+    known = {keys.LOSS: np.ones(1), keys.NUM_NONFINITE_LOSS: np.zeros(1), keys.SAMPLE_EVERY: np.ones(1)}
+    options = {"histogram": True, "metrics": known, "loss_scale": np.array([8.0]), "overhead_ratio": 0.01}
+    rebinner, zeros = Rebinner(), ZerosLeftOut()
+    found = [
+        set().union(*HistoryRow.of(window(one, **options), {}, rebinner, "", zeros).parts())
+        for one in (healthy, broken)
+    ]
+    # 17 of the model, with the loss and the scale; of each layer four norms and the histogram, and two where it is sick
+    assert [len(one) for one in found] == [17 + 4 * 5, 17 + 4 * 7]

@@ -160,8 +160,10 @@ def watch(
         group_by: what one series shows: "parameter", "module", or a function from a parameter's name to a group's name.
             None: one parameter; with more than 256 parameters, neighbours are grouped, and a message says so once.
         details: additional per-layer numbers in the W&B row: "mean", "std", "min", "max", "abs_max", "abs_min_nonzero",
-            "zero_ratio" and "received" (the norm that the optimizer received). A dict logs each number only for layers
-            whose name matches: {"std": r"^head", "received": "weight$"}.
+            "zero_ratio" and "received" (the norm that the optimizer received); "mean", "std" and "abs_max" are logged
+            for the whole model, too. A dict logs each number only for layers whose name matches: {"std": r"^head",
+            "received": "weight$"}. "precision" logs, for the whole model alone, quantiles of the elements' sizes and
+            what smaller number formats would lose of the gradients.
         metrics: additional metrics at sampled steps, from `wandb_gradwatch.metrics`: `Metric(name, fn)`,
             `Activations()`, `Attention()`, ... Their own rules are added to the default rules.
         rules: the rules that raise alerts. None: the default rules. []: no rules.

@@ -10,7 +10,7 @@ import gzip
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._measure.columns import FloatArray, IntArray
+from ..snapshot import keys
 from .history import HistogramSeries, Samples
 
 # R rows of the run, P names, W columns of a picture, H histograms of one name, B bins
@@ -55,7 +56,7 @@ class Blob:
         with np.errstate(over="ignore"):
             return self.add(values.astype("<f4").tobytes())
 
-    def add_steps(self, steps: IntArray) -> int:
+    def add_steps(self, steps: IntArray | FloatArray) -> int:
         """Append steps as float64, which JavaScript has too."""
         return self.add(steps.astype("<f8").tobytes())
 
@@ -214,6 +215,20 @@ def thinned_samples(samples: Samples, most: int) -> Samples:
     return Samples(samples.steps[kept], samples.norms[kept], samples.num_bad[kept])
 
 
+def with_zeros(logged: Sequence[float], norms: Sequence[float]) -> FloatArray:
+    """Add the zeros that rows leave out to a series of keys.ONCE_NOT_ZERO: those in rows with the layer's norm.
+
+    Example:
+        >>> with_zeros([math.nan, math.nan, 0.5], [1.0, math.nan, 2.0, 3.0]).tolist()
+        [0.0, nan, 0.5, 0.0]
+    """
+    values = np.full(max(len(logged), len(norms)), np.nan)
+    values[: len(norms)] = np.where(np.isnan(norms), np.nan, 0.0)
+    known = ~np.isnan(logged)
+    values[: len(logged)][known] = np.array(logged)[known]
+    return values
+
+
 class RowColumns:
     """The values of wandb_gradwatch's keys, one row per step. Too many rows are merged with their neighbours."""
 
@@ -247,13 +262,18 @@ class RowColumns:
         """Return ascending steps [R], the times at which the rows were logged [R], and each key's values [R]."""
         steps, row_of = np.unique(np.array(self._steps, dtype=np.int64), return_inverse=True)
 
-        def by_step(column: "array[float]") -> FloatArray:
+        def by_step(column: "array[float] | FloatArray") -> FloatArray:
             found, values = np.array(column), np.full(len(steps), np.nan)
             known = ~np.isnan(found)  # a resumed run repeats steps, and may not have all keys each time
             values[row_of[: len(found)][known]] = found[known]  # the last of a step's values stays
             return values
 
-        return steps, by_step(self._times), {key: by_step(column) for key, column in self._columns.items()}
+        values = {key: by_step(column) for key, column in self._columns.items()}
+        for key, norms in self._columns.items():
+            family, _, name = key.partition("/")
+            for zero in (f"{one}/{name}" for one in keys.ONCE_NOT_ZERO if family == keys.LAYER_GRAD_NORM):
+                values[zero] = by_step(with_zeros(self._columns.get(zero, ()), norms))
+        return steps, by_step(self._times), values
 
     def num_repeated(self, prefix: str) -> int:
         """Return how many rows repeat the step of an earlier one; counted in the first column with this prefix."""

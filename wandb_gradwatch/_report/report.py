@@ -14,7 +14,7 @@ import numpy as np
 
 from .._diagnosis import CAUSES
 from .._page.history import RecordedAlert, RunHistory, natural_order
-from .._page.packing import Blob, pool, pool_width
+from .._page.packing import Blob, pool, pool_extremes, pool_width
 from .._page.page import WORDS, page_in, render_content, write_html
 from .._page.payload import MAX_POINTS, build_payload
 from .._page.read import read_run
@@ -74,8 +74,9 @@ def build_report(
     """Build the report as an unsaved object of wandb-workspaces; `flow_chart` is a preset's id. Uses no network."""
     reports, _ = require_workspaces()
     introduction = (
-        "The horizontal axis is `gradwatch/step`: optimizer steps. Norms are those of the finite elements, unscaled "
-        "and before clipping unless a title says otherwise. A gap means that the value is missing, not that it is zero."
+        "The horizontal axis is `gradwatch/step`, optimizer steps; for losses it is W&B's step. Norms are those of the "
+        "finite elements, unscaled and before clipping unless a title says otherwise. A gap means that the value is "
+        "missing, not that it is zero."
     )
     blocks = [reports.MarkdownBlock(introduction), reports.TableOfContents(), *_alerts(reports, alerts)]
     panels_of = {
@@ -215,7 +216,7 @@ def _view_section(reports: Any, workspaces: Any, key: str, *, is_open: bool) -> 
         panels=panels,
         is_open=is_open,
         layout_settings=workspaces.SectionLayoutSettings(columns=min(len(panels), 4), rows=1),
-        panel_settings=workspaces.SectionPanelSettings(x_axis=keys.STEP),
+        panel_settings=workspaces.SectionPanelSettings(x_axis=SECTIONS[key][0].x),
     )
 
 
@@ -263,18 +264,25 @@ def _panel(panel: Any, history: RunHistory, blob: Blob) -> dict[str, Any]:
         return {"title": panel.chart_strings["title"], "keys": "", "lines": []}
     if type(panel).__name__ == "WeavePanelSummaryTable":
         return {"title": panel.table_name, "keys": "", "lines": []}
+    all_keys = history.values.keys() | history.own.keys()
     named, pattern = [str(getattr(one, "name", one)) for one in panel.y or []], panel.metric_regex
-    found = sorted((key for key in history.values if pattern and re.search(pattern, key)), key=natural_order)
-    drawn = [key for key in (*named, *found) if key in history.values]
-    width = pool_width(len(history.steps), MAX_POINTS)
+    found = sorted((key for key in all_keys if pattern and re.search(pattern, key)), key=natural_order)
+    drawn = [key for key in (*named, *found) if key in all_keys]
     return {
         "title": panel.title,
         "keys": pattern or ", ".join(named),
         "log": bool(panel.log_y),
         "limits": list(panel.range_y or (None, None)),
         "left": max(0, len(drawn) - MAX_LINES),
-        "lines": [
-            {"label": key, "offset": blob.add_floats(pool(history.values[key], width, key))}
-            for key in drawn[:MAX_LINES]
-        ],
+        "isOwn": any(key in history.own for key in drawn),
+        "lines": [_line(key, history, blob) for key in drawn[:MAX_LINES]],
     }
+
+
+def _line(key: str, history: RunHistory, blob: Blob) -> dict[str, Any]:
+    """A line of a panel: at the steps of our rows, or of the user's."""
+    if key not in history.own:
+        values = pool(history.values[key], pool_width(len(history.steps), MAX_POINTS), key)
+        return {"label": key, "count": len(values), "steps": None, "values": blob.add_floats(values)}
+    steps, values = pool_extremes(history.own[key].steps, history.own[key].values, MAX_POINTS)
+    return {"label": key, "count": len(values), "steps": blob.add_steps(steps), "values": blob.add_floats(values)}

@@ -14,24 +14,25 @@ from ..snapshot import keys
 
 @dataclass(frozen=True)
 class LinePanel:
-    """A line plot over `gradwatch/step`."""
+    """A line plot over `gradwatch/step`, or over another axis."""
 
     title: str
     metrics: tuple[str, ...] = ()  # the keys to draw
     pattern: str | None = None  # or a regular expression for the keys, with one line per key
     log_y: bool = False
     range_y: tuple[float | None, float | None] = (None, None)  # None: W&B chooses
+    x: str = keys.STEP
 
     def build(self, reports: Any, *, width: int = 12) -> Any:
         """Build the panel as an object of wandb-workspaces; `width` is in 24ths of a report's page."""
         return reports.LinePlot(
             title=self.title,
-            x=keys.STEP,
+            x=self.x,
             y=list(self.metrics),
             metric_regex=self.pattern,
             log_y=self.log_y,
             range_y=self.range_y,
-            title_x="step",
+            title_x="step" if self.x == keys.STEP else "W&B step",
             smoothing_type="none",  # the default would draw a smoothed line
             # Buckets keep their extremes; W&B's sampling would lose spikes.
             point_visualization_method="bucketing-gorilla",
@@ -49,11 +50,15 @@ def _every(title: str, family: str, metric: str = "", **options: Any) -> LinePan
     return LinePanel(title, pattern=f"^{family}/.+" + (f"/{metric}$" if metric else ""), **options)
 
 
+WANDB_STEP: Final = "Step"  # of every row, in wandb-workspaces' words
+# A key with "loss" in it that the user logs, or ours if there is none; not the keys of layers and modules whose names
+# contain it.
+A_LOSS: Final = "^([^/]+/)?[^/]*([Ll]oss|LOSS)[^/]*$|^([Ll]oss|LOSS)[^/]*/[^/]+$"
 _INTERVAL: Final = tuple(f"{keys.NOISE_SCALE}/total/{keys.NOISE_SCALE}{end}" for end in ("", "_low", "_high"))
 SECTIONS: Final[Mapping[str, tuple[LinePanel, ...]]] = {  # by the key of their words
     "loss": (
-        LinePanel("Loss at the samples", (keys.LOSS,)),
-        LinePanel("Losses that are not finite, in each window", (keys.NUM_NONFINITE_LOSS,)),
+        # The user's own rows seldom have a step of ours.
+        LinePanel("Every loss of the run", pattern=A_LOSS, x=WANDB_STEP),
     ),
     "norm": (
         LinePanel("Norm before clipping, and received", (keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED), log_y=True),

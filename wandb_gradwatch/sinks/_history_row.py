@@ -45,9 +45,10 @@ _FINITE_EDGES: Final = np.nan_to_num(histogram_edges())  # of the snapshot's bin
 
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
 MAX_LISTED_SAMPLES: Final = 512  # about 10 kB
-# Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
+# Values of single samples. The row holds counts and ratios of some instead, and the loss of the last sample.
 _OF_SAMPLES: Final = (
-    *(keys.GUARDED, keys.LEFT_OUT, keys.INFERRED, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE),
+    *(keys.GUARDED, keys.LEFT_OUT, keys.INFERRED, keys.CLIPPED, keys.CHANGED, keys.LEARNING_RATE),
+    *(keys.LOSS, keys.NUM_NONFINITE_LOSS),
 )
 
 
@@ -139,6 +140,23 @@ def _conspicuousness(sample: tuple[int, float, int]) -> tuple[int, float]:
     return num_bad, math.inf if math.isnan(norm) else norm
 
 
+class ZerosLeftOut:
+    """Leaves keys of the families in keys.ONCE_NOT_ZERO out of rows, each up to its first value that is not 0."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()  # keys that were not 0 once
+
+    def shown(self, scalars: Mapping[str, Number]) -> dict[str, Number]:
+        shown = {}
+        for key, value in scalars.items():
+            if key.partition("/")[0] in keys.ONCE_NOT_ZERO and key not in self._known:
+                if not value:
+                    continue
+                self._known.add(key)
+            shown[key] = value
+        return shown
+
+
 @dataclass(frozen=True)
 class HistoryRow:
     """One history row before it is logged."""
@@ -150,35 +168,49 @@ class HistoryRow:
     largest: dict[str, Number]  # maxima over the window
     summed: dict[str, Number]  # sums over the window
     samples: dict[str, int]  # number of samples: "all", "known" (clipping is known), "clipped", "changed" (otherwise)
-    whole: Snapshot | None  # the samples of the histogram and the histogram, merged to one layer and one sample
+    # The samples of the histogram and the histogram, merged to one layer and one sample; None unless keys.PRECISION is
+    # asked for.
+    whole: Snapshot | None
     histograms: dict[str, MetricHistogram]
     rebinner: Rebinner | None = None  # makes W&B's histograms; None: no histograms are logged
     namespace: str = ""  # inserted into the model-wide keys
+    zeros: ZerosLeftOut | None = None  # None: zeros of healthy layers are logged
 
     @classmethod
     def of(
-        cls, snapshot: Snapshot, details: Mapping[str, str] = {}, rebinner: Rebinner | None = None, namespace: str = ""
+        cls,
+        snapshot: Snapshot,
+        details: Mapping[str, str] = {},
+        rebinner: Rebinner | None = None,
+        namespace: str = "",
+        zeros: ZerosLeftOut | None = None,
     ) -> "HistoryRow":
-        """Make the row of a window with at least one sample; `details`: names in keys.DETAILS, with patterns."""
+        """Make the row of a window with at least one sample; `details` as check_details returns them."""
         names = snapshot.names
         latest = snapshot  # one sample with each name's last present row
         if len(snapshot) > 1:
             latest = Snapshot(snapshot.steps[-1:], names, last_present(snapshot.rows, snapshot.present)[None])
         shown_P = np.logical_or.reduce(snapshot.present, axis=0).tolist()
         last = _newest(snapshot)
+        for name, key in keys.MODEL_DETAILS.items():
+            if name not in details:
+                del last[key]
         largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
         largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         summed: dict[str, Number] = {keys.NUM_SKIPPED_STEPS: int(np.count_nonzero(snapshot.skipped))}
         for name, values_S in snapshot.metrics.items():
+            if name in _OF_SAMPLES or name.startswith(keys.WIRING):
+                continue
             if keys.is_count(name):
                 summed[name] = int(sum(_known(values_S)))
-            elif name not in _OF_SAMPLES and not name.startswith(keys.WIRING) and (known := _known(values_S)):
+            elif known := _known(values_S):
                 last[keys.in_key(name)] = known[-1]
             if name.startswith(keys.TOTAL):
                 total_max = keys.in_key(keys.TOTAL_MAX + name.removeprefix(keys.TOTAL))
                 largest[total_max] = float(np.fmax.reduce(values_S))
         summed |= _num_nonfinite(snapshot, shown_P)
-        patterns = dict.fromkeys(_FAMILIES, "") | {keys.DETAILS[name]: details[name] for name in details}
+        patterns = dict.fromkeys(_FAMILIES, "")
+        patterns |= {family: details[name] for name, family in keys.DETAILS.items() if name in details}
         for family, pattern in patterns.items():
             asked_P = shown_P
             if pattern:
@@ -195,11 +227,12 @@ class HistoryRow:
             largest=_present(largest),
             summed=summed,
             samples={"known": len(clipped), "clipped": int(sum(clipped)), "changed": changed, "all": len(snapshot)},
-            whole=_whole(snapshot, counted_PC),
+            whole=_whole(snapshot, counted_PC) if keys.PRECISION in details else None,
             histograms=_histograms_of_layers(snapshot, counted_PC)
             | {keys.in_key(key): value for key, value in snapshot.metric_histograms.items()},
             rebinner=rebinner,
             namespace=namespace,
+            zeros=zeros,
         )
 
     def merge(self, later: "HistoryRow") -> "HistoryRow":
@@ -220,7 +253,7 @@ class HistoryRow:
         )
 
     def scalars(self) -> dict[str, Number]:
-        """All scalars of the row; the step and the model-wide scalars of the last sample come first."""
+        """All scalars of the row with all zeros; the step and the model-wide scalars of the last sample come first."""
         held = {keys.STEP: self.step, keys.FIRST_SAMPLE: self.first_sample, keys.NUM_SAMPLES: self.samples["all"]}
         scalars: dict[str, Number] = {**held, **_present(self.last)}
         if self.samples["known"]:
@@ -241,7 +274,8 @@ class HistoryRow:
         import wandb
 
         listed = {keys.in_namespace(keys.SAMPLES, self.namespace): self.listed.as_json()}
-        values: dict[str, Any] = self.scalars() | listed
+        scalars = self.scalars()
+        values: dict[str, Any] = (scalars if self.zeros is None else self.zeros.shown(scalars)) | listed
         drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
         for key, picture in drawn.items():
             # The annotation demands arrays, which wandb.Histogram converts to lists; these are lists already.

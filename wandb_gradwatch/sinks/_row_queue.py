@@ -155,6 +155,7 @@ class OpenRow:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.num_earlier = 0  # rows before it that this process has seen
         self.has_own = False  # whether the open row already contains a row of ours
         self.timestamp: float | None = None  # the timestamp that the user gave for the row
         self.users: set[str] = set()  # the keys of the row that are the user's
@@ -175,3 +176,4 @@ class OpenRow:
         """Record the step of the open row; a larger step than before means that another row is open."""
         if step > self.step:
             self.step, self.has_own, self.timestamp, self.users = step, False, None, set()
+            self.num_earlier += 1

@@ -17,6 +17,10 @@ Therefore, while the user can still log, we never commit, and never use a step t
 
 Rows of several watchers with the same step share one W&B row.
 
+Our value of the loss is left out where the user logs a loss: W&B's own tools read the first key with "loss" in it in
+the first rows of a run, and must find the user's key. Ours is therefore logged only from the row FIRST_ROWS on, until
+the user logs such a key; or in all rows that are logged at once or at the run's end, if the user has logged nothing.
+
 A process that is killed (SIGKILL, SIGTERM without a handler, os._exit) loses the queued rows, as it loses W&B's own
 open row. No queued row could be logged earlier: W&B keeps only closed rows, and the user may still use every step from
 the open row's on.
@@ -40,11 +44,13 @@ from typing import Any, Final
 
 from .._boundary import Boundary, Call, around, entry_point
 from .._interruptions import raise_interruption
+from ..snapshot import keys
 from ._definitions import MetricDefinitions
 from ._row_queue import OpenRow, Row, RowQueue, plain_values
 
 logger = logging.getLogger("wandb_gradwatch")
 
+FIRST_ROWS: Final = 10  # of W&B's history
 PATIENCE: Final = 0.1  # seconds that the training waits for an answer of W&B's process, once while it hangs
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
 _MEDIA_COUNTERS: Final = ("_local_step", "_step")  # the names in different versions of W&B
@@ -78,6 +84,7 @@ class RowScheduler:
         self._has_told_left_out = False
         self._has_told_merged = False
         self.num_user_calls = 0
+        self._user_logs_a_loss = False
         self._boundary = Boundary(self._failed)
         self._run = run
         self._pid = os.getpid()
@@ -158,15 +165,16 @@ class RowScheduler:
             return
         self._is_placing = True
         try:
-            self._definitions.add(part)
+            logged = part if self._logs_our_loss(commit) else _without_loss(part)
+            self._definitions.add(logged)
             data = {} if joins is None else joins.found.data
-            if joins is not None and part.keys().isdisjoint([*data, *self._open.users]):
+            if joins is not None and logged.keys().isdisjoint([*data, *self._open.users]):
                 self._joined_at = self._open.step
-                self._log({**part, **data}, step=None, commit=True)
+                self._log({**logged, **data}, step=None, commit=True)
                 joins.is_made = True
                 self.waiting.remove(part)
                 return
-            self._log_part(part, step, commit)
+            self._log_part(logged, step, commit)
         except BaseException as error:
             self._remove_if_joined()
             if isinstance(error, Exception):
@@ -182,6 +190,12 @@ class RowScheduler:
         part, joined_at = self.waiting.next_part(), self._joined_at
         if part is not None and joined_at is not None and self._look_at_step() and self._open.step > joined_at:
             self.waiting.remove(part)
+
+    def _logs_our_loss(self, commit: bool) -> bool:
+        """Whether a row that is logged now may have our value of the loss; see the top of this file."""
+        if self._user_logs_a_loss or not self._sees_calls or self._from_event_files:
+            return False
+        return self._open.num_earlier >= FIRST_ROWS if self.num_user_calls else commit
 
     def _log_part(self, part: dict[str, Any], step: int | None, commit: bool) -> None:
         if step is None or step == self._open.step:
@@ -208,7 +222,7 @@ class RowScheduler:
             if owner in self._in_open_row:
                 merged = self._in_open_row[owner].merge(row)
                 self._tell_merged()
-            for part in merged.parts():
+            for part in map(_without_loss, merged.parts()):
                 self._definitions.add(part)
                 try:
                     self._log_part(part, None, commit=False)
@@ -274,6 +288,8 @@ class RowScheduler:
         began = time.perf_counter()
         user = call.found = _UsersRow.of(*call.args, **call.kwargs)
         self.num_user_calls += not self.ended
+        if not (self._user_logs_a_loss or self._is_dropped(user)):
+            self._user_logs_a_loss = _has_loss(user.data)
         is_valid = isinstance(user.data, Mapping) and all(isinstance(key, str) for key in user.data)
         # An invalid call will raise; a call in the middle of a placing comes from a signal handler.
         if is_valid and not self._is_dropped(user) and not self.is_unanswered and not self._is_placing:
@@ -411,6 +427,17 @@ def _syncs_tensorboard() -> bool:
     import wandb
 
     return bool(wandb.patched.get("tensorboard"))
+
+
+def _without_loss(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the part without our value of the loss."""
+    return {key: value for key, value in part.items() if not keys.is_loss(key)}
+
+
+def _has_loss(data: object) -> bool:
+    """Whether data of a log call has a key that other tools take for a loss, also below another key."""
+    items = data.items() if isinstance(data, Mapping) else ()
+    return any(keys.OF_A_LOSS in str(key).lower() or _has_loss(value) for key, value in items)
 
 
 def _step_for_wandb(step: Any) -> int | None:

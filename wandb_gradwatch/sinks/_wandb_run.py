@@ -10,7 +10,7 @@ from ..rules import Alert
 from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import GroupBy, group_function
 from ._base import Sink
-from ._history_row import HistoryRow, Rebinner, TableRow
+from ._history_row import HistoryRow, Rebinner, TableRow, ZerosLeftOut
 from ._row_scheduler import RowScheduler, logger, row_scheduler_of
 
 MAX_METRICS: Final = 10_000  # W&B recommends fewer distinct metrics in a run
@@ -35,10 +35,12 @@ def check_details(details: Details) -> dict[str, str]:
                 re.compile(pattern)
             except (re.error, TypeError) as error:
                 raise ValueError(f"details[{name!r}]={pattern!r} is not a regular expression: {error}") from None
-    known = tuple(keys.DETAILS)
+    known = (*keys.DETAILS, keys.PRECISION)
     is_several = isinstance(details, Collection) and not isinstance(details, str)
     if not is_several or any(name not in known for name in details):
         raise ValueError(f"details={details!r} must be a sequence, or a dict from name to pattern, of names in {known}")
+    if isinstance(details, Mapping) and details.get(keys.PRECISION):
+        raise ValueError(f'details[{keys.PRECISION!r}] is about the whole model and must be the empty pattern ""')
     return dict(details) if isinstance(details, Mapping) else dict.fromkeys(details, "")
 
 
@@ -53,8 +55,8 @@ class WandbSink(Sink):
         group_by: the unit of a series: "parameter", "module", or a function from a parameter's name to a group's name.
             None: one series per parameter; more than 256 parameters are grouped, with one log message.
         histograms: log `gradients/<name>` and the histograms of metrics.
-        details: names of further statistics to log for every layer, such as ("mean", "std"); or a dict from such a name
-            to a regular expression that must match a part of the layer's name, as in `wandb_gradwatch.watch`.
+        details: names of further statistics to log, such as ("mean", "std"); or a dict from such a name to a regular
+            expression that must match a part of the layer's name, as in `wandb_gradwatch.watch`.
         namespace: log the model-wide numbers under `gradwatch/<namespace>/` instead of `gradwatch/`, for a second model
             in one run.
         commit: log every row at once as a W&B step of its own. Use it only in scripts that never call `run.log()`:
@@ -92,6 +94,7 @@ class WandbSink(Sink):
         self._namespace = namespace
         self._commit = commit
         self._rebinner = Rebinner() if histograms else None
+        self._zeros = ZerosLeftOut()
         self._said: set[str] = set()
         self._told_names: list[str] = []
         self._row_scheduler: RowScheduler | None = None
@@ -138,7 +141,7 @@ class WandbSink(Sink):
         row_scheduler.last_steps[self._namespace] = int(snapshot.steps[-1])
         grouped = self._grouped(snapshot)
         self._tell_order(list(grouped.names))
-        row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace)
+        row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace, self._zeros)
         row_scheduler.put(self, row, commit=self._commit)
         if row_scheduler.is_starved and len(row_scheduler.waiting) > 1 and not row_scheduler.is_unanswered:
             self._show_newest(row, row_scheduler)

@@ -39,10 +39,8 @@ DEAD_RATIO: Final = "gradwatch/dead_ratio"
 PARAM_NORM: Final = "gradwatch/param_norm"
 NUM_NAN: Final = "gradwatch/num_nan"
 NUM_INF: Final = "gradwatch/num_inf"
-LOSS_SCALE: Final = "gradwatch/loss_scale"
+LOSS_SCALE: Final = "gradwatch/grad_scale"  # without "loss": see OF_A_LOSS
 NUM_SKIPPED_STEPS: Final = "gradwatch/num_skipped_steps"
-LOSS: Final = "gradwatch/loss"  # of the backward, or passed by the user or a framework; missing if it is not finite
-NUM_NONFINITE_LOSS: Final = "gradwatch/num_nonfinite_loss"
 NUM_GUARDED_STEPS: Final = "gradwatch/num_guarded_steps"  # steps that the guard withheld since the previous sample
 SAMPLE_EVERY: Final = "gradwatch/sample_every"  # the current cadence: steps between the previous sample and this one
 OVERHEAD_RATIO: Final = "gradwatch/overhead_ratio"
@@ -54,7 +52,15 @@ CHANGED_RATIO: Final = "gradwatch/changed_ratio"  # share of the samples whose g
 TOTAL: Final = "gradwatch/grad_norm_total/"
 TOTAL_MAX: Final = "gradwatch/grad_norm_total_max/"
 
+# Of the backward, or passed by the user or a framework; missing if it is not finite. Only in runs in which the user
+# logs no loss, see RowScheduler.
+LOSS: Final = "gradwatch/loss"
+# What the name of a user's key must contain to be a loss; tools that read W&B runs look for the same. No other
+# model-wide key of ours contains it, so that they find the user's loss.
+OF_A_LOSS: Final = "loss"
+
 # Values of single samples. Rows do not contain them; rows contain counts and ratios instead.
+NUM_NONFINITE_LOSS: Final = "gradwatch/num_nonfinite_loss"
 CLIPPED: Final = "gradwatch/clipped"  # 1: clipped; 0: not clipped; MULTIPLIED: scaled by one factor, not by torch
 CHANGED: Final = "gradwatch/changed"  # 1: changed after the backward, other than by clipping
 GUARDED: Final = "gradwatch/guarded"  # 1: the guard withheld the sample's own step
@@ -83,6 +89,9 @@ LAYER_FAMILIES: Final = (
     *(LAYER_GRAD_NORM, LAYER_GRAD_NORM_MAX, LAYER_GRAD_PARAM_RATIO),
     *(LAYER_PARAM_NORM, LAYER_DEAD_RATIO, LAYER_NUM_NONFINITE),
 )
+# Families of which a healthy layer has 0 in every row. A layer's rows have them from its first value that is not 0 on;
+# before, a row with the layer's LAYER_GRAD_NORM means 0.
+ONCE_NOT_ZERO: Final = (LAYER_DEAD_RATIO, LAYER_NUM_NONFINITE)
 # Statistics of watch(details=...): by name, the family of keys, which is also the name of Snapshot's array.
 DETAILS: Final = {
     "mean": "grad_mean",
@@ -94,6 +103,9 @@ DETAILS: Final = {
     "zero_ratio": "zero_ratio",
     "received": "grad_norm_clipped",  # the norm of the gradient that the optimizer received
 }
+# The value for the whole model that details=... logs beside those of the layers: by name.
+MODEL_DETAILS: Final = {"mean": GRAD_MEAN, "std": GRAD_STD, "abs_max": GRAD_ABS_MAX}
+PRECISION: Final = "precision"  # in details: GRAD_ABS_QUANTILES and the precision forecast, for the whole model alone
 LAYER_SCALARS: Final = (*LAYER_FAMILIES, *DETAILS.values())
 GRADIENT_HISTOGRAMS: Final = "gradients"  # wandb.watch uses the same two families
 PARAMETER_HISTOGRAMS: Final = "parameters"
@@ -143,6 +155,17 @@ MODEL_KEYS: Final = (  # model-wide keys with a chart of their own, in the order
 def is_count(key: str) -> bool:
     """Whether the values of this key are model-wide counts, which are summed over a window."""
     return key.startswith(f"{PREFIX}num_")
+
+
+def is_loss(key: str) -> bool:
+    """Whether this is our key of the loss, in any namespace.
+
+    Example:
+        >>> is_loss("gradwatch/loss"), is_loss("gradwatch/model1/loss"), is_loss("gradwatch/grad_norm_total/loss")
+        (True, True, False)
+    """
+    name = LOSS.removeprefix(PREFIX)
+    return key.startswith(PREFIX) and key.endswith(f"/{name}") and key not in (TOTAL + name, TOTAL_MAX + name)
 
 
 def in_key(name: str) -> str:

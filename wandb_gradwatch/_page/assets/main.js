@@ -80,7 +80,7 @@ function tiles() {
     has("grad_norm") ? tile("Gradient norm", formatNumber(norm), ofWhat) : null,
     has("clip_ratio") ? tile("Clipped", formatShare(mean("clip_ratio")), "of the steps, on average") : null,
     has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
-    has("loss_scale") ? tile("Skipped", formatNumber(sum("num_skipped_steps")), "steps skipped by the loss scaler") : null,
+    has("grad_scale") ? tile("Skipped", formatNumber(sum("num_skipped_steps")), "steps skipped by the loss scaler") : null,
     sum("num_guarded_steps") > 0 ? tile("Withheld", formatNumber(sum("num_guarded_steps")), "steps not applied by the guard", "careful") : null,
     has("overhead_ratio") ? tile("Overhead", formatShare(last("overhead_ratio")), overheadNote(last("overhead_ratio"))) : null,
   );
@@ -156,7 +156,7 @@ function precisionCard() {
 function smallCards() {
   const isAbove0 = (key) => (content.globals["gradwatch/" + key] ?? []).some((value) => value > 0);
   const bars = (key, label, place) => globalSeries(key, label, place, { kind: "bars" });
-  const scale = globalSeries("loss_scale", "loss scale", 2);
+  const scale = globalSeries("grad_scale", "loss scale", 2);
   const skipped = { ...SMALL, caption: false, title: "Skipped steps", none: "No step was skipped.", series: scale.length ? bars("num_skipped_steps", "skipped steps", 3) : [] };
   const withheld = { ...skipped, title: "Withheld steps", none: null, series: isAbove0("num_guarded_steps") ? bars("num_guarded_steps", "withheld by the guard", 1) : [] };
   const sizes = [
@@ -217,7 +217,7 @@ function spansDecades(values) {
 
 function absent() {
   const missing = [
-    [content.globals["gradwatch/loss_scale"] === undefined, "loss scale (no GradScaler was seen)"],
+    [content.globals["gradwatch/grad_scale"] === undefined, "loss scale (no GradScaler was seen)"],
     [content.histograms.items.length === 0, "histograms"],
     [content.flightRecorder === null, "a flight recorder table (it is written when an error is raised)"],
     [content.globals["gradwatch/overhead_ratio"] === undefined, "overhead"],

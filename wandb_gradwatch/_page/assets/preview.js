@@ -17,7 +17,7 @@ function markdown(text) {
   });
 }
 
-function previewPanel({ text, title, keys, log, limits, left, lines }) {
+function previewPanel({ text, title, keys, log, limits, left, isOwn, lines }) {
   if (text !== undefined) return element("div", { class: "panel prose" }, markdown(text));
   const node = element("div", { class: "panel" }, element("p", { class: "caption" }, title));
   if (lines.length === 0) {
@@ -27,8 +27,10 @@ function previewPanel({ text, title, keys, log, limits, left, lines }) {
   const host = element("div", { class: "chart" });
   node.append(host);
   const [low, high] = limits;
-  const series = lines.map(({ label, offset }, index) => ({ label, values: Array.from(float32At(offset, content.steps.length)), colour: lineColour(index), width: 1.5 }));
-  queue(() => new LineChart(host, { label: title, xs: content.steps, series, log, limits: low === null || high === null ? null : [low, high], height: 190 }));
+  const stepsOf = ({ steps, count }) => (steps === null ? content.steps : float64At(steps, count));
+  const [xs, ...values] = uPlot.join(lines.map((line) => [stepsOf(line), float32At(line.values, line.count)].map((one) => Array.from(one))));
+  const series = lines.map(({ label }, index) => ({ label, values: values[index], colour: lineColour(index), width: 1.5 }));
+  queue(() => new LineChart(host, { label: title, xs, measured: isOwn ? null : run.measured, series, log, limits: low === null || high === null ? null : [low, high], height: 190 }));
   if (left) node.append(hint(`and ${plural(left, "more line")}`));
   return node;
 }
