@@ -132,6 +132,7 @@ class Sampler(Listener):
     @contained
     def schedule_ended(self, schedule: Any) -> None:
         if self._inside_schedule:
+            self._hooks.end_outside()  # FSDP reduces after the last micro-batch, outside of a backward
             self._inside_schedule = False
             self.parts.loss.rescale(torch.tensor(1 / divisor_of(schedule), dtype=torch.float64))
             self._gradients_complete(of_schedule=True)
