@@ -50,6 +50,11 @@ def test_a_run_without_alerts_ends_with_how_much_of_it_was_measured(capsys, ever
     assert capsys.readouterr().err == f"wandb_gradwatch: {ending}\n"
 
 
+def test_a_model_that_makes_no_step_ends_without_a_word(capsys):
+    train([])
+    assert capsys.readouterr().err == ""
+
+
 def test_after_a_restart_the_steps_before_are_not_counted(capsys):
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.0)

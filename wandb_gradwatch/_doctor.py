@@ -1,5 +1,6 @@
 """Check the environment, measure the overhead of watch(), and recommend changes. Nothing uses the network."""
 
+import io
 import math
 import os
 import platform
@@ -7,7 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Final, Literal
@@ -20,6 +21,7 @@ from torch import nn
 from ._measure.measure import compile_for_cpu, measure, why_not
 from ._output import as_json, pairs, paragraph, say, styled, title
 from ._watch import wait_for_kernels, watch
+from ._watcher import Watcher
 from .sinks import MemorySink
 
 Verdict = Literal["good", "note", "problem"]
@@ -241,7 +243,10 @@ def _train_block(
 ) -> float:
     """Return the milliseconds per step of a block, without the time of watch() and remove(), which a run calls once."""
     memory = MemorySink(max_snapshots=1)
-    with watch(model, sinks=[memory], sample_every=1, log_every=steps) if watched else nullcontext():
+    with ExitStack() as stack:
+        if watched:
+            watcher = watch(model, sinks=[memory], sample_every=1, log_every=steps)
+            stack.callback(_remove_silently, watcher)
         _synchronize(batch.device)
         started = time.perf_counter()
         for _ in range(steps):
@@ -257,6 +262,12 @@ def _train_block(
             "the reason is logged above"
         )
     return seconds / steps * 1e3
+
+
+def _remove_silently(watcher: Watcher) -> None:
+    """Remove a watcher without the line at the end of a run: this is no run of the user."""
+    with redirect_stderr(io.StringIO()):
+        watcher.remove()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -144,7 +144,8 @@ class Dispatcher:
         for said in self._said.values():
             if said.count > 1:
                 logger.warning("wandb_gradwatch: %d times in all measured steps: %s", said.count, said.first)
-        self._say(self._ending(num_measured, num_steps))
+        if num_steps or self._first_alert is not None:
+            self._say(self._ending(num_measured, num_steps))
         self._call_sinks("close")
 
     def _ending(self, num_measured: int, num_steps: int) -> str:
