@@ -136,15 +136,15 @@ def test_one_percent_and_a_second_and_all_of_it_where_there_is_something_to_meas
 
 @pytest.mark.parametrize("row", [0.5, 4.0, 30.0])
 @pytest.mark.parametrize("cost", [0.1, 1.0, 10.0])
-def test_rows_have_a_price_of_their_own_and_take_at_most_half(cost, row):
+def test_rows_have_a_price_of_their_own_and_take_at_most_two_fifths(cost, row):
     seen = Simulated(lambda _: cost * STEP, row=cost * row * STEP).run(30_000)
     assert seen.rows[0] == 50
     assert all(number % 50 == 0 for number in seen.rows)
     # Nothing is known of the price of the first row. After it, no row and no sample exceeds what is promised.
     assert seen.spent <= (SHARE * seen.trained + 1.0) * NEARLY + cost * row * STEP
-    assert (len(seen.rows) - 1) * cost * row * STEP <= seen.promised / 2 * NEARLY
+    assert (len(seen.rows) - 1) * cost * row * STEP <= 0.4 * seen.promised * NEARLY
     # A row needs a sample, and comes at a multiple of 50 steps.
-    assert len(seen.rows) >= min(30_000 // 50, 0.4 * seen.promised / (cost * row * STEP) - 1, len(seen.sampled) / 2)
+    assert len(seen.rows) >= min(30_000 // 50, 0.3 * seen.promised / (cost * row * STEP) - 1, len(seen.sampled) / 2)
 
 
 def test_a_short_training_of_cheap_steps_is_measured_nearly_whole():
@@ -174,14 +174,14 @@ def test_a_cost_that_changes_in_mid_run(before, after):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_after_a_slow_write_samples_go_on_at_a_third_of_the_rate(seed):
+def test_after_a_slow_write_samples_go_on_at_half_the_rate(seed):
     # One-time costs, such as a compilation, a page, an alert or a slow disk: up to the time of 10,000 steps.
     chance = random.Random(seed)
     once = {number: STEP * 10 ** chance.uniform(0, 4) for number in chance.sample(range(0, 60, 3), 4)} | {0: 500 * STEP}
     cost = 10 ** chance.uniform(-2, 0.69)  # up to the time of 5 steps
     seen = Simulated(lambda _: STEP * cost, once=once).run(40_000)
-    # 300 steps earn three steps' time; a quarter is lost by rounding.
-    assert max(seen.intervals) <= max(3 * 100 * cost * 1.25, 2)
+    # 200 steps earn two steps' time; a quarter is lost by rounding.
+    assert max(seen.intervals) <= max(2 * 100 * cost * 1.25, 2)
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
@@ -208,10 +208,10 @@ def test_what_is_unusual_at_every_sample_costs_no_more_than_what_is_not():
     assert seen.largest_excess <= 1e-9
 
 
-@pytest.mark.parametrize(("counting", "least"), [(0.003, 100), (0.02, 50)])
+@pytest.mark.parametrize(("counting", "least"), [(0.003, 100), (0.02, 80)])
 def test_what_counting_steps_takes_is_part_of_the_budget_and_no_cost_of_a_sample(counting, least):
     # 20,000 steps earn 200 steps' time, and counting takes 60 or 400 of it. If it takes more than the whole budget,
-    # samples still come when three times their cost has been earned: after 300 steps, rounded up by a quarter at most.
+    # samples still come when twice their cost has been earned: after 200 steps, rounded up by a quarter at most.
     seen = Simulated(lambda _: STEP, counting=counting * STEP).run(20_000)
     assert len(seen.sampled) >= least
 

@@ -153,7 +153,7 @@ def watch(
         sample_every: measure every n-th optimizer step, at any cost; a function maps a step number to n, 0 for none.
             None: as many steps as `max_overhead` allows, and up to 32 in a row after something unusual.
         log_every: log a row every n optimizer steps, with a sample for it, at any cost. None: every 50 steps, less
-            often only where rows would take more than half of what `max_overhead` allows.
+            often only where rows would take more than two fifths of what `max_overhead` allows.
         histogram_every: take histograms every n optimizer steps. None: with the first row and every tenth. 0: never.
         max_overhead: the share of the training time that monitoring may take, 0.01 is one percent. In addition it may
             take one second per run, at its start, and at most a tenth of the time so far.

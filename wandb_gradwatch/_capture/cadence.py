@@ -108,16 +108,16 @@ class Budget:
 
     Here t does not contain monitoring itself, and `before` is the time from the start of the program to watch(). The
     first samples show what a sample costs. From then on the next one is taken at the step at which it is allowed, with
-    enough kept back for the next row and for a burst of consecutive samples. After a burst, or a single slow write, a
-    third of what is earned pays for samples until that is restored. Rows may take half of what is allowed.
+    enough kept back for the next row and for a burst of consecutive samples. After a burst, or a single slow write,
+    half of what is earned pays for samples until that is restored. Rows may take two fifths of what is allowed.
     """
 
     START_SECONDS: Final = 1.0  # that monitoring may take in addition to its share, once per run
     START_SHARE: Final = 0.1  # largest share of the time so far that these seconds may be
     BURST: Final = 32  # number of consecutive samples after an unusual one
     _KEPT_SHARE: Final = 0.25  # largest share of what is allowed that is kept back
-    _ROW_SHARE: Final = 0.5  # largest share of what is allowed that rows may take
-    _OTHERWISE_SHARE: Final = 1 / 3  # share of what is earned that pays for samples until that is restored
+    _ROW_SHARE: Final = 0.4  # largest share of what is allowed that rows may take
+    _OTHERWISE_SHARE: Final = 0.5  # share of what is earned that pays for samples until that is restored
     _NUM_EXPECTED: Final = 3  # number of the newest costs, whose median is expected again: a single slow one is not
 
     def __init__(self, max_overhead: float) -> None:
