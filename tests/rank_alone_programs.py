@@ -108,8 +108,7 @@ def watch_before(rank: int, world: int, *, is_alike: bool, stays: bool) -> dict[
     said, model = collect_warnings(), shard(build(), [world])
     watcher, sink = watch(model, rules=None, log_every=5)
     train(model, rank, 1, 12)
-    with impatient() if is_alike and stays else contextlib.nullcontext():
-        watcher.remove()
+    watcher.remove()
     if other is not None:
         other.remove()
     return rows(watcher, sink, said)

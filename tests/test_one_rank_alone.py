@@ -94,14 +94,10 @@ def test_a_guard_that_one_rank_removes_skips_nothing_any_more_and_nobody_waits(o
 @pytest.mark.distributed
 @pytest.mark.parametrize("options", BEFORE, ids=str)
 def test_a_watcher_on_one_rank_is_not_taken_for_that_of_the_training(options: dict[str, Any]) -> None:
-    if options == {"is_alike": True, "stays": True}:
-        # Rank 0 has two such models. It is unknown which one is meant, and no row is better than a wrong one.
-        for result in results("watch_before", **options):
-            assert result["windows"] == []
-        return
     for result in results("watch_before", **options):
         assert result["windows"] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12]]
-        assert result["said"] == []
+        # A model that is never trained is told of, whoever trains another one beside it.
+        assert [text for text in result["said"] if "no backward has reached the watched model" not in text] == []
         check_norms(result)
 
 

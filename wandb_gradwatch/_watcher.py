@@ -56,7 +56,8 @@ class Watcher:
     def __init__(self, registry: ParameterRegistry, config: Config, models: Sequence[torch.nn.Module]) -> None:
         self._registry = registry
         self._alert_manager = AlertManager(config.rules)
-        self._removed, self._is_new = False, True  # new: nothing has been delivered yet
+        self._removed = self._is_stopped = False  # stopped: the removal is complete
+        self._is_new = True  # nothing has been delivered yet
         self._has_failed = False  # whether a failure of the monitor was reported
         self._boundary = ErrorBoundary(self._failed)
         window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
@@ -296,7 +297,8 @@ class Watcher:
     def _remove(self, *, merge: bool) -> None:
         if self._removed or self._boundary.in_forked_child:
             may_vote = self in WATCHERS  # a guard whose monitor has failed; a forked child does not own the run
-            self._stop()  # once more, because Ctrl-C may have ended the first removal
+            if may_vote or not self._is_stopped:  # Ctrl-C may have ended the first removal
+                self._stop()
             if may_vote:
                 self._guard_leaves()
             return
@@ -339,6 +341,7 @@ class Watcher:
                 stack.callback(self._parts.replay.close)
             stack.callback(self._registry.let_go)
             stack.callback(self._sampler.stop)
+        self._is_stopped = True
 
     @entry_point()
     def _script_ends(self) -> None:
