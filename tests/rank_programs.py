@@ -243,10 +243,10 @@ def fsdp2(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     model = build()
     if watch_first:
-        watcher, sink = watch(model, log_every=log_every)
+        watcher, sink = watch(model, log_every=log_every, histogram_every=1)
     shard(model, mesh or [world], **options)
     if not watch_first:
-        watcher, sink = watch(model, log_every=log_every)
+        watcher, sink = watch(model, log_every=log_every, histogram_every=1)
 
     @contextlib.contextmanager
     def no_sync(quiet):

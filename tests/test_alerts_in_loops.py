@@ -289,7 +289,7 @@ class Idle(SGD):
 @pytest.mark.parametrize(
     ("rate", "steps_taken", "every", "told_at", "cause"),
     [
-        (0.1, False, 1, 21, "either step() is never called"),
+        (0.1, False, 1, 21, "step() is never called"),
         (0.0, True, 1, 26, "the learning rate is 0"),
         (0.0, True, 40, 120, "the learning rate is 0"),
         (1e-12, True, 1, 26, "a learning rate that is far too small"),

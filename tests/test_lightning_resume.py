@@ -186,6 +186,11 @@ def test_the_rules_remember_what_was_usual(tmp_path: Path) -> None:
     assert {(alert.title, alert.step) for alert in alerts} == {("Exploding gradient", 31)}
 
 
+def run_named(name: str) -> SimpleNamespace:
+    """What of a W&B run a callback needs before a training."""
+    return SimpleNamespace(id=name, disabled=False, define_metric=lambda *_: None)
+
+
 def test_state_keys_differ_with_every_argument_and_are_the_same_in_every_process() -> None:
     arguments: list[dict[str, Any]] = [
         {},
@@ -202,12 +207,12 @@ def test_state_keys_differ_with_every_argument_and_are_the_same_in_every_process
     ]
     assert len({GradWatchCallback(**each).state_key for each in arguments}) == len(arguments)
     # Sinks and runs are not part of the state: a training resumed with other sinks, or in another run, restores it.
-    elsewhere = GradWatchCallback(sinks=[MemorySink()], on_alert=print, run=SimpleNamespace(id="another"))
+    elsewhere = GradWatchCallback(sinks=[MemorySink()], on_alert=print, run=run_named("another"))
     assert elsewhere.state_key == GradWatchCallback().state_key
 
 
 def test_two_callbacks_that_only_log_elsewhere_need_another_prefix() -> None:
-    here, there = (SimpleNamespace(id=name) for name in ("here", "there"))
+    here, there = map(run_named, ("here", "there"))
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `GradWatchCallback`"):
         trainer_of([GradWatchCallback(run=here), GradWatchCallback(run=there)])
     trainer_of([GradWatchCallback(run=here), GradWatchCallback(run=there, step_prefix="there/")])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
-from ._boundary import entry_point
+from ._boundary import RaisedToTheUser, entry_point
 from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
@@ -286,7 +286,8 @@ class Watcher:
         """
         self._sampler.end_counting()
         self._collect()
-        load_state(state, self._parts, self._pipeline, self._alert_manager, self._dispatcher)
+        with RaisedToTheUser(ValueError):
+            load_state(state, self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 
     def _own_turn(self) -> AbstractContextManager[object]:
         """The lock for `alone` methods. No lock where ranks merge: a rank could wait for ranks that wait for it."""
