@@ -113,7 +113,7 @@ def in_itself(tensor: Tensor, kind: type = list) -> Any:
 
 
 def deep(tensor: Tensor) -> Any:
-    for _ in range(100_000):
+    for _ in range(20_000):
         tensor = [tensor]
     return tensor
 
