@@ -198,8 +198,8 @@ first seconds are measured nearly whole, and the cadence becomes sparser after t
 {chr(10).join(lines)}
 
 Between measured steps nothing is checked. A fault that lasts is found at the next measured step, and one that is over
-by then is not: to find every spike, measure every step with `watch(model, sample_every=1)`, or use a guard, which checks
-every step.
+by then is not: to find every spike, measure every step with `watch(model, sample_every=1)`, or use a guard, which
+checks every step.
 """
 
 

@@ -95,7 +95,7 @@ class Simulated:
                     self.largest_excess = max(self.largest_excess, self.spent - SHARE * self.trained - 1.0)
             else:
                 self.spent += self.counting
-                schedule.seconds_on_counting += self.counting
+                schedule.seconds_on_others += self.counting
             clock.step = number
             if schedule.window_is_full(number):
                 self.spent += self.row
@@ -383,6 +383,28 @@ def test_a_sample_that_is_unusual_has_the_next_steps_looked_at():
     watcher.remove()
     # Step 5 has an alert, but twice the usual norm is not unusual. Four times the usual norm is, and so is NaN.
     assert looked == [5, 6, 9]
+
+
+def test_what_an_alert_takes_is_no_cost_of_a_sample(monkeypatch):
+    # Samples take no time on this clock, and each of three callbacks an hour: samples go on at every step.
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def wait(alert: wandb_gradwatch.Alert) -> None:
+        clock[0] += 3600.0
+
+    def at(number: int) -> wandb_gradwatch.Rule:
+        return wandb_gradwatch.rule(title=f"At {number}")(lambda snapshot: "!" if number in snapshot.steps else None)
+
+    rules = [at(number) for number in (5, 6, 7)]
+    watcher, sink = watch(model, sample_every=None, log_every=None, on_alert=wait, rules=rules)
+    for _ in range(30):
+        clock[0] += 1.0
+        step(model, optimizer, a=[1])
+    assert list(samples(watcher, sink).steps) == list(range(1, 31))
+    assert clock[0] == 30.0 + 3 * 3600.0
 
 
 def test_the_first_steps_after_a_restart_are_sampled_one_by_one():

@@ -451,6 +451,7 @@ class Watcher:
                 news = self._dispatcher.pop_news()
                 if not self._boundary.is_hidden():
                     schedule.seconds_on_rows += news.seconds_on_rows
+                    schedule.seconds_on_others += news.seconds_on_alerts
                 if self._parts.replay is not None and news.titles & _REPLAYED:
                     if not self._parts.thread.is_another:
                         self._sampler.end_counting()  # the next step is run again

@@ -154,20 +154,21 @@ class Budget:
         self._burst_left = self._burst_left or self.BURST
         return self._covers_sample
 
-    def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_counting: float) -> Plan:
+    def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_others: float) -> Plan:
         """Account for a sample of this step, and return the plan for the next one.
 
         Args:
             now: time in seconds, from an arbitrary zero.
             spent: seconds that the monitor has taken since the beginning, on the host or on the device.
             on_rows: seconds of `spent` since the last sample that went into writing a row; 0 if none was written.
-            on_counting: seconds of `spent` since the last sample that went into counting the steps in between.
+            on_others: seconds of `spent` since the last sample that are no cost of a sample either: counting the steps
+                in between, and alerts. Otherwise few steps would be measured just when a fault occurs.
         """
         last, self._last = self._last, (step, now, spent)
         taken = max(spent - last[2], 0.0)
         self._num_samples += 1
         self._step_seconds.append(max(now - last[1] - taken, 1e-9) / max(step - last[0], 1))
-        self._sample_costs.append(max(taken - on_rows - on_counting, 0.0))
+        self._sample_costs.append(max(taken - on_rows - on_others, 0.0))
         self._spent_on_rows += on_rows
         if on_rows:
             self._row_costs.append(on_rows)

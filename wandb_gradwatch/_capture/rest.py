@@ -67,7 +67,7 @@ class Rest(StepCounter, ABC):
         if before_step:
             self._parts.thread.step_begins()
         self._boundary.seconds_spent += self.seconds_spent
-        self._parts.schedule.seconds_on_counting += self.seconds_spent
+        self._parts.schedule.seconds_on_others += self.seconds_spent
         self._turn_hooks_on(before_step=before_step)
 
     @abstractmethod

@@ -43,8 +43,8 @@ class Schedule:
         self._plan = _UNPLANNED
         self.ranks: RankPlans | None = None  # shares the plan of rank 0; None: every rank uses its own
         self._next_sample = clock.open_step  # used if the budget decides
-        # Since the last sample, not part of its cost: writing rows, and counting the steps in between.
-        self.seconds_on_rows = self.seconds_on_counting = 0.0
+        # Since the last sample, not part of its cost: writing rows; and alerts, and counting the steps in between.
+        self.seconds_on_rows = self.seconds_on_others = 0.0
         # Costs that the user has asked for, of guarded steps and of rows: the budget is not charged for them.
         self.seconds_left_out = 0.0
         self._first_step, self.num_measured = clock.step, 0  # the step before the first, and the measured steps since
@@ -137,19 +137,19 @@ class Schedule:
         if self._compared_one_in:
             self._last_compared, self._num_compared = step, self._num_compared + 1
         if self.is_open_ended:
-            on_rows, on_counting = self.seconds_on_rows, self.seconds_on_counting
+            on_rows, on_others = self.seconds_on_rows, self.seconds_on_others
             if self._cadence.log_every is not None:
                 self.seconds_left_out, on_rows = self.seconds_left_out + on_rows, 0.0
             left_out = self.seconds_left_out
             own = self._budget.after_sample(
-                step, now - left_out, seconds_spent - left_out, on_rows=on_rows, on_counting=on_counting
+                step, now - left_out, seconds_spent - left_out, on_rows=on_rows, on_others=on_others
             )
             own = replace(own, row_every=own.row_every + step - self._last_row)
             self._plan = own if self.ranks is None else self._plan_of_ranks(step, own, must_agree=must_agree)
             self._next_sample = self._plan.next_sample(step)
         if self.has_histogram:
             self._last_histogram = self._cadence.next_flush(step)
-        self.last_sample, self.seconds_on_rows, self.seconds_on_counting = step, 0.0, 0.0
+        self.last_sample, self.seconds_on_rows, self.seconds_on_others = step, 0.0, 0.0
 
     @property
     def num_steps(self) -> int:

@@ -39,6 +39,7 @@ class News:
     is_untraced: bool = False  # a gradient was modified although its version counter had not changed
     titles: set[str] = field(default_factory=set)  # of the alerts that were sent
     seconds_on_rows: float = 0.0  # time for writing windows
+    seconds_on_alerts: float = 0.0  # time for diagnosing and sending alerts
 
 
 class Dispatcher:

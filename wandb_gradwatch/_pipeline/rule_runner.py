@@ -1,5 +1,6 @@
 """Run the rules on samples that have arrived, and send their alerts with a diagnosis."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ class RuleRunner:
         if not (alerts := self._alert_manager.process(snapshot)):
             return
         raised: CallbackError | None = None
+        began = time.perf_counter()
         for alert in alerts:
             alert = _with_interval(alert, snapshot)
             try:
@@ -45,6 +47,7 @@ class RuleRunner:
                 self._dispatcher.send(told)
             except CallbackError as error:
                 raised = raised or error
+        self._dispatcher.news.seconds_on_alerts += time.perf_counter() - began
         if raised is not None:
             raise raised
 
