@@ -336,7 +336,7 @@ class Watcher:
             stack.callback(atexit.unregister, self._script_ends)
             if not self._boundary.in_forked_child:  # the connections belong to the parent
                 if self._session is not None:
-                    stack.callback(self._session.end)
+                    stack.callback(self._session.end, at_once=not self._has_failed)
                 stack.callback(self._pipeline.close)
             if self._parts.replay is not None:
                 stack.callback(self._parts.replay.close)

@@ -50,6 +50,9 @@ class RankSession:
         self._watchers: Store = PrefixStore(f"of {self.world}", self._everything)  # an elastic job may change its size
         self._digest = hashlib.sha256(description.encode()).hexdigest()
         self._session: _Session | None = None
+        self._has_ended = False
+        for one in [one for one in _LIVE if one._has_ended]:
+            one.end()
         if not self._everything.check([f"what/{self._digest}"]):
             self._everything.set(f"what/{self._digest}", description)
         self._number = self._everything.add("number", 1)
@@ -61,9 +64,14 @@ class RankSession:
         self._watchers.add(f"alike/{self._digest}/{_num_of(self._digest, listed)}", 1)
         _LIVE.append(self)
 
-    def end(self) -> None:
-        """Take this watcher from the list of its rank. Idempotent."""
-        if self in _LIVE:
+    def end(self, *, at_once: bool = True) -> None:
+        """Take this watcher from the list of its rank, `at_once` or when this process watches again. Idempotent.
+
+        A watcher that refuses to go on stays in the list until then: other ranks that have yet to look must find it, to
+        refuse alike.
+        """
+        self._has_ended = True
+        if self in _LIVE and at_once:
             _LIVE.remove(self)
             with contextlib.suppress(RuntimeError):  # the process with the store may have ended
                 self._write(self._without(self._listed(self.rank), self._number))
