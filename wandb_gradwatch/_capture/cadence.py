@@ -91,7 +91,7 @@ class Plan:
     """The cadence that a budget allows after a sample."""
 
     every: int = 1  # steps to the next sample
-    row_every: int = 0  # steps until the next row may be written
+    row_every: int = 0  # least number of steps from the last row to the next one
 
     def next_sample(self, step: int) -> int:
         """Return the next step to sample: `every` steps later, rounded up to a multiple of a round number."""
@@ -126,7 +126,6 @@ class Budget:
         self._share = max_overhead
         self._before = 0.0  # seconds from the start of the program to watch()
         self._began = self._last = (0, 0.0, 0.0)  # step, time, seconds spent
-        self._num_samples = 0
         self._burst_left = 0
         self._covers_sample = False  # whether one more sample is allowed, without regard to what is kept back
         self._spent_on_rows = 0.0
@@ -154,7 +153,9 @@ class Budget:
         self._burst_left = self._burst_left or self.BURST
         return self._covers_sample
 
-    def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_others: float) -> Plan:
+    def after_sample(
+        self, step: int, now: float, spent: float, *, on_rows: float, on_others: float, last_row: int
+    ) -> Plan:
         """Account for a sample of this step, and return the plan for the next one.
 
         Args:
@@ -163,10 +164,10 @@ class Budget:
             on_rows: seconds of `spent` since the last sample that went into writing a row; 0 if none was written.
             on_others: seconds of `spent` since the last sample that are no cost of a sample either: counting the steps
                 in between, and alerts. Otherwise few steps would be measured just when a fault occurs.
+            last_row: the step of the last row.
         """
         last, self._last = self._last, (step, now, spent)
         taken = max(spent - last[2], 0.0)
-        self._num_samples += 1
         self._step_seconds.append(max(now - last[1] - taken, 1e-9) / max(step - last[0], 1))
         self._sample_costs.append(max(taken - on_rows - on_others, 0.0))
         self._spent_on_rows += on_rows
@@ -178,17 +179,15 @@ class Budget:
         kept = self._kept(allowed)
         every = self._steps_until(min(spent + of_sample + kept, allowed + of_sample / self._OTHERWISE_SHARE), trained)
         on_rows_then = self._spent_on_rows + of_row
-        row_every = self._steps_until(
-            min(on_rows_then / self._ROW_SHARE, allowed + 2 * of_row / self._ROW_SHARE), trained
-        )
+        row_in = self._steps_until(min(on_rows_then / self._ROW_SHARE, allowed + 2 * of_row / self._ROW_SHARE), trained)
         self._covers_sample = spent + of_sample <= allowed
-        if self._num_samples == 1:
+        if len(self._sample_costs) == 1:
             every = 1  # one-time costs fall on the first sample: the second one shows the usual cost
         elif self._burst_left and self._covers_sample:
             self._burst_left, every = self._burst_left - 1, 1
         else:
             self._burst_left = 0
-        return Plan(max(every, 1), row_every)
+        return Plan(max(every, 1), step - last_row + row_in)
 
     def pace(self, num_steps: int) -> int:
         """Return the steps between samples that are allowed if all samples of the next steps keep the same distance.

@@ -142,9 +142,13 @@ class Schedule:
                 self.seconds_left_out, on_rows = self.seconds_left_out + on_rows, 0.0
             left_out = self.seconds_left_out
             own = self._budget.after_sample(
-                step, now - left_out, seconds_spent - left_out, on_rows=on_rows, on_others=on_others
+                step,
+                now - left_out,
+                seconds_spent - left_out,
+                on_rows=on_rows,
+                on_others=on_others,
+                last_row=self._last_row,
             )
-            own = replace(own, row_every=own.row_every + step - self._last_row)
             self._plan = own if self.ranks is None else self._plan_of_ranks(step, own, must_agree=must_agree)
             self._next_sample = self._plan.next_sample(step)
         if self.has_histogram:

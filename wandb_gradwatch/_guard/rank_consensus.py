@@ -14,9 +14,8 @@ from .._runtime.sharding import is_sharded, local_part
 
 # N parameters of an optimizer
 
-_LEAVES: Final = -(
-    2.0**60
-)  # in the place of a number of elements, which it exceeds: the sum shows that a guard is gone
+# In the place of a number of elements, which it exceeds: the sum shows that a guard is gone.
+_LEAVES: Final = -(2.0**60)
 
 
 PARTS_REFUSED: Final = (
