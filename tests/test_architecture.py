@@ -48,13 +48,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "snapshot",
     },
     "snapshot": {"_measure"},
+    "_judgement": {"_measure", "snapshot", "_analysis"},
     "_analysis": {"_measure", "snapshot"},
-    "rules": {"_measure", "snapshot", "_analysis"},
+    "rules": {"_measure", "snapshot", "_analysis", "_judgement"},
     "_diagnosis": {"_measure", "snapshot", "_analysis", "rules"},
-    "_summary": {"_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
-    "sinks": {"_interruptions", "_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
-    "_page": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output"},
-    "_report": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output", "_page"},
+    "_summary": {"_boundary", "_judgement", "_measure", "snapshot", "_analysis", "rules", "_output"},
+    "sinks": {"_interruptions", "_judgement", "_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
+    "_page": {"_judgement", "_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output"},
+    "_report": {"_judgement", "_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output", "_page"},
     "_pipeline": {
         "_interruptions",
         "_boundary",
@@ -66,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_analysis",
         "rules",
         "_diagnosis",
+        "_judgement",
         "sinks",
     },
     "metrics": {
@@ -92,7 +94,7 @@ MAY_IMPORT["_cli"] |= {"_demo", "_doctor"}
 MAY_IMPORT["__main__"] = {"_cli"}
 
 WITHOUT_TORCH = (
-    "snapshot", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_output",
+    "snapshot", "_judgement", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_output",
     "_arguments", "_interruptions", "_boundary",
 )  # fmt: skip
 WITHOUT_TORCH_FILES = (

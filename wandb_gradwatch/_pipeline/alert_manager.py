@@ -1,6 +1,7 @@
 """Decide which findings are sent as alerts: one alert per episode. Rules report a fault at every sample."""
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from .._interruptions import raise_interruption
+from .._judgement.incident import Incident
 from ..rules import Alert, Rule
 from ..rules._base import Finding, Level, RuleFunction, as_rule, is_ordinary
 from ..snapshot import Snapshot
@@ -73,6 +75,24 @@ class AlertManager:
         self._rearm_samples, self._max_per_hour = rearm_samples, max_per_hour
         self._clock = clock
         self._episodes: dict[str, _Episode] = {}
+        self._incidents: list[Incident] = []
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """All incidents as they are known now, in the order in which they were found."""
+        return tuple(self._incidents)
+
+    def add(self, incident: Incident) -> None:
+        """Add an incident whose alert is sent, or replace the open one of the same kind."""
+        if not self._replace(incident.kind, lambda _: incident):
+            self._incidents.append(incident)
+
+    def _replace(self, kind: str, change: Callable[[Incident], Incident]) -> bool:
+        for place in reversed(range(len(self._incidents))):
+            if (known := self._incidents[place]).kind == kind and not known.is_over:
+                self._incidents[place] = change(known)
+                return True
+        return False
 
     @property
     def healthy(self) -> bool:
@@ -126,6 +146,8 @@ class AlertManager:
         for title, episode in self._episodes.items():
             if title not in by_title:
                 self._note_healthy(title, episode, step)
+            else:
+                self._replace(kind_of(title), lambda known: replace(known, last_step=step))
         return [alert for finding in by_title.values() if (alert := self.open(finding)) is not None]
 
     def _note_healthy(self, title: str, episode: _Episode, step: int) -> None:
@@ -133,6 +155,7 @@ class AlertManager:
         needed = self._rearm_samples * 2 ** min(episode.num_sent - 1, _MAX_DOUBLINGS)
         if episode.is_open and episode.num_healthy >= needed:
             episode.is_open = False
+            self._replace(kind_of(title), lambda known: replace(known, recovered_step=step))
             _LOGGER.info(
                 "recovered: no %r for %d samples, up to step %d (it began at step %d)",
                 title,
@@ -193,6 +216,11 @@ class AlertManager:
             )
             for title, episode in state["episodes"].items()
         }
+
+
+def kind_of(title: str) -> str:
+    """The identifier of a title: "NaN gradient" is "nan_gradient"."""
+    return re.sub(r"\W+", "_", title.lower()).strip("_")
 
 
 def _by_key(rules: Iterable[Rule]) -> dict[str, Rule]:

@@ -5,7 +5,7 @@ import math
 import os
 import tempfile
 from collections import deque
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -132,7 +132,7 @@ class FlightRecorder:
     def _arrays(self) -> dict[str, Any]:
         history = self.history()
         notes = [[step, note] for step, note in self._notes.items()]
-        words = {"format": FORMAT, "notes": notes, "alerts": [asdict(alert) for alert in self._alerts]}
+        words = {"format": FORMAT, "notes": notes, "alerts": [_told(alert) for alert in self._alerts]}
         arrays: dict[str, Any] = {"words": np.array(json.dumps(words))}
         if history is not None:
             arrays |= {name: getattr(history, name) for name in ARRAYS}
@@ -161,6 +161,11 @@ class FlightRecorder:
                     present = np.sort(badness[np.isin(badness, present)][:max_rows])
                 rows += [_table_row(history, sample, int(index)) for index in present]
         return list(TABLE_COLUMNS), rows
+
+
+def _told(alert: Alert) -> dict[str, Any]:
+    known = {"title": alert.title, "text": alert.text, "step": alert.step, "level": alert.level}
+    return known if alert.incident is None else known | {"incident": alert.incident.to_dict()}
 
 
 def _table_row(history: Snapshot, sample: int, index: int) -> list[Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from .._judgement.incident import Incident
 from .._measure.columns import NUM_BINS, NUM_COLUMNS
 from ..rules import Alert
 from ..snapshot import Snapshot
@@ -140,7 +141,8 @@ def _note(note: Any) -> Note:
 def _alert(alert: Any) -> Alert:
     told = _is(dict, alert, "alerts")
     title, text, level = (_is(str, told.get(key), f"alerts: {key}") for key in ("title", "text", "level"))
-    return Alert(title, text, _is(int, told.get("step"), "alerts: step"), level)
+    incident = None if told.get("incident") is None else Incident.from_dict(told["incident"])
+    return Alert(title, text, _is(int, told.get("step"), "alerts: step"), level, incident)
 
 
 def _is(kind: type, value: Any, key: str) -> Any:

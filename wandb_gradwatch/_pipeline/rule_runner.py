@@ -7,11 +7,12 @@ from typing import Any
 
 from .._boundary import CallbackError
 from .._diagnosis import Diagnosis, diagnose, with_diagnosis
+from .._judgement.incident import Incident
 from .._runtime.sharding import world_size
 from ..rules import Alert
 from ..rules._base import Finding, Level
 from ..snapshot import Snapshot, keys
-from .alert_manager import AlertManager
+from .alert_manager import AlertManager, kind_of
 from .dispatcher import Dispatcher
 
 
@@ -44,7 +45,7 @@ class RuleRunner:
                 is_inferred = bool(snapshot.inferred[snapshot.steps == alert.step].any())
                 history = None if is_inferred else recorder.history()
                 told = with_diagnosis(alert, history, earlier=recorder.alerts, **self._context)
-                self._dispatcher.send(told)
+                self._send(told)
             except CallbackError as error:
                 raised = raised or error
         self._dispatcher.news.seconds_on_alerts += time.perf_counter() - began
@@ -55,7 +56,14 @@ class RuleRunner:
         """Send an alert of the capture itself, once for each title. It begins an episode, like a rule's finding."""
         found = Alert(title, f"Step {step}: {text}", step, level)
         if self._dispatcher.is_new(title, found.text) and (alert := self._alert_manager.open(found)) is not None:
-            self._dispatcher.send(alert)
+            self._send(alert)
+
+    def _send(self, alert: Alert) -> None:
+        fact = alert.text.partition("\n")[0]
+        at = alert.step
+        incident = Incident(kind_of(alert.title), alert.title, alert.level, at, at, at, fact)
+        self._alert_manager.add(incident)
+        self._dispatcher.send(replace(alert, incident=incident))
 
     def diagnose(self) -> list[Diagnosis]:
         """Return probable causes of the alerts that were sent, most probable first; empty without alerts."""

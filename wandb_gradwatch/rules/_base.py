@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
-from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
 from .._analysis.formatting import sentence, visible_text
 from .._analysis.memory import PerKind, Remembers
+from .._judgement.incident import Incident
+from .._judgement.incident import Level as Level
 from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
-
-Level = Literal["INFO", "WARN", "ERROR"]
 
 FIRST_STEPS: Final = 2  # steps at which the initial weights and the inputs are checked
 MIN_ELEMENTS: Final = 256  # in all parameters together: smaller models may begin anywhere, and pass through 0
@@ -31,12 +31,14 @@ class Alert:
         text: the exact step, the worst layers, the values and the threshold, the probable cause and the remedy.
         step: the step of the sample that raised the alert.
         level: "INFO", "WARN" or "ERROR".
+        incident: what the alert tells of, as data; None for an alert of a user's rule.
     """
 
     title: str
     text: str
     step: int
     level: Level = "WARN"
+    incident: Incident | None = None
 
     def __post_init__(self) -> None:
         if not 0 < len(self.title) <= MAX_TITLE:
@@ -73,7 +75,8 @@ class Finding(Alert):
 
 def finding(title: str, fact: str, layers: str, cause: str, remedy: str, step: int, level: Level = "WARN") -> Finding:
     """Return a finding whose text consists of these parts."""
-    return Finding(title, sentence(fact, layers, cause, remedy), step, level, fact, layers, cause, remedy)
+    text = sentence(fact, layers, cause, remedy)
+    return Finding(title, text, step, level, fact=fact, layers=layers, cause=cause, remedy=remedy)
 
 
 def is_ordinary(snapshot: Snapshot) -> bool:
