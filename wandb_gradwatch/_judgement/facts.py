@@ -1,0 +1,721 @@
+"""The facts of one sample: everything that rules and causes may look at, each computed when it is first asked for.
+
+A fact of the past compares with earlier samples of the same kind that are about as far apart as the newest two. A value
+that is not known is NaN, for which every comparison is False. Logarithms are natural.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._analysis.layers import dead_units, feed_nothing, num_units, trend_of, without_inputs
+from .._analysis.memory import Remembers, Streaks
+from .._measure.columns import BoolArray, Column, FloatArray
+from ..snapshot import Snapshot, keys
+from ..snapshot._arrays import derived
+from ..snapshot._overview import Overview
+from .past import Past
+from .structure import MIN_WEIGHTS, Structure
+
+# P watched parameters, L modules, N earlier samples
+
+X2, X3, X5, X10, X30, X100, X1000 = (math.log(factor) for factor in (2, 3, 5, 10, 30, 100, 1000))
+NOTHING: Final = 1e-6  # share of what it is compared with
+SMALL: Final = 0.005  # share of the parameters' norm below which a gradient counts as that much
+EARLY: Final = 20  # first steps, in which adaptive optimizers move parameters far
+_NEWEST: Final = 4  # losses whose median is the present level
+_LEVEL: Final = 16  # losses, or norms of a parameter, that define the level before
+_FULL_BATCH: Final = 3  # samples
+
+
+Streak = tuple[FloatArray, FloatArray, FloatArray]
+
+
+class Run(Remembers):
+    """What is remembered of the run as a whole: facts of its beginning, and streaks over all kinds of samples."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.first_step = 0
+        self.of_first = math.nan  # log(gradient norm / parameters' norm) of the first sample
+        self.loss_first = math.nan  # the largest magnitude of the first losses
+        self.num_losses = 0
+        self.loss_least = math.inf
+        self.loss_least_before = math.inf  # without the newest one
+        self.loss_top = -math.inf  # the largest of the first 16 losses
+        self.depth_first = 0.0
+        self.gain_first = math.nan
+        self.least_gain = math.nan
+        self.inputs_first = math.nan
+        self.outputs_first = math.nan
+        self.num_updates = 0  # samples with an update
+        self.last_present_step = 0
+        self.missing, self.still = Streaks(), Streaks()
+        self.num_zero = self.num_empty = 0  # samples in a row with gradients of 0, and without any gradient
+        self.num_pauses = 0  # how often gradients of 0 were followed by others
+        self.num_skipped = 0  # in a row
+        self.num_repeated = self.num_varied = 0  # samples in a row with repeated inputs; samples with new ones
+        self.came_step = -(10**9)  # the step at which parameters got a gradient that had none before
+        self.was_broken = False
+        self.has_stepped = False
+
+
+class Facts:
+    """One sample.
+
+    Args:
+        snapshot: holds the sample, perhaps among others.
+        sample: which one.
+        structure: what the parameters are.
+        past: the earlier samples of its kind; only until the sample is added to them.
+        run: the run so far, this sample included.
+    """
+
+    def __init__(self, snapshot: Snapshot, sample: Overview, structure: Structure, past: Past, run: Run) -> None:
+        self.snapshot, self.sample, self.structure, self.past, self.run = snapshot, sample, structure, past, run
+        self.place = sample.place
+        self.step = sample.step
+        self.gap = max(sample.step - past.last_step, 1) if len(past) else 1
+        self.num_before = len(past)
+        self.is_first = run.num_samples <= 2 and sample.step <= 2
+        self.rows_PC: FloatArray = sample.rows
+        skipped = sample.skipped and not sample.left_out
+        self.skipped = skipped
+        self.bad = sample.has_nonfinite and not skipped
+        ok = not sample.has_nonfinite and not skipped
+        self.norm = sample.norm if ok else math.nan
+        self.received = sample.clipped_norm if ok else math.nan
+        self.g = _log(self.norm)
+        self.loss = self.metric(keys.LOSS)
+        self.rate = self.metric(keys.LEARNING_RATE)
+        # Streaks up to this sample, each as (length, samples before it, probability by chance); None without any.
+        self.missing: Streak | None = None  # [P] parameters without a gradient
+        self.still: Streak | None = None  # [P] parameters that do not change
+        self.dead: Streak | None = None  # [L] modules nearly all of whose units are dead
+        self.cut: Streak | None = None  # [L] modules without any gradient before one whose inputs are 0
+
+    def metric(self, key: str) -> float:
+        values_S = self.snapshot.metrics.get(key)
+        return math.nan if values_S is None else float(values_S[self.place])
+
+    def fact(self, name: str) -> float:
+        """A fact of the model's inputs, outputs or loss."""
+        return self.metric(keys.FACT + name)
+
+    def per_parameter(self, name: str) -> FloatArray:
+        """A fact of each parameter: [P]."""
+        values_SP = self.snapshot.per_parameter.get(name)
+        return np.full(len(self.structure.names), np.nan) if values_SP is None else values_SP[self.place]
+
+    # The model in this sample
+
+    @derived
+    def sizes_P(self) -> FloatArray:
+        """Numbers of elements: [P]; 0 without a gradient."""
+        return np.nan_to_num(self.rows_PC[:, Column.NUM_ELEMENTS])
+
+    @derived
+    def num_elements(self) -> float:
+        return float(self.sizes_P.sum())
+
+    @derived
+    def present_P(self) -> BoolArray:
+        present_P: BoolArray = ~np.isnan(self.rows_PC[:, Column.NUM_ELEMENTS])
+        return present_P
+
+    @derived
+    def is_weight_P(self) -> BoolArray:
+        return self.structure.is_weight(self.sizes_P)
+
+    @derived
+    def g_P(self) -> FloatArray:
+        """Log gradient norms: [P]; NaN where the gradient is missing, 0, or has nothing finite."""
+        return _half_log(self.rows_PC[:, Column.GRAD_SUM_SQ])
+
+    @derived
+    def w_P(self) -> FloatArray:
+        """Log norms of the parameters: [P]; NaN where it is missing or 0."""
+        return _half_log(self.rows_PC[:, Column.PARAM_SUM_SQ])
+
+    @derived
+    def bad_P(self) -> BoolArray:
+        bad_P: BoolArray = self.snapshot.num_nonfinite[self.place] > 0
+        return bad_P
+
+    @derived
+    def broken_P(self) -> BoolArray:
+        """Which parameters are not finite themselves: [P]."""
+        broken_P: BoolArray = self.rows_PC[:, Column.PARAM_NUM_NONFINITE] > 0
+        return broken_P
+
+    @derived
+    def is_broken(self) -> bool:
+        return bool(self.broken_P.any())
+
+    @derived
+    def weights(self) -> float:
+        """Log norm of all parameters that are present; NaN if one is not finite."""
+        if self.is_broken:
+            return math.nan
+        total = self.sample.weights_sq
+        return 0.5 * _log(total if total == total else float(np.nansum(self.rows_PC[:, Column.PARAM_SUM_SQ])))
+
+    @derived
+    def of_weights(self) -> float:
+        """Log of gradient norm / parameters' norm."""
+        return self.g - self.weights
+
+    @derived
+    def raised(self) -> float:
+        """Log norm, at least that of a negligible gradient: leaving a plateau is no explosion."""
+        if self.g != self.g:
+            return math.nan
+        small = math.log(SMALL) + self.weights
+        return max(self.g, small) if small == small else self.g
+
+    # Compared with earlier samples of the kind
+
+    @derived
+    def places(self) -> Sequence[int]:
+        return self.past.places(self.step)
+
+    def before(self, name: str, newest: int = 64) -> list[float]:
+        """The known values of a number in the earlier samples, oldest first."""
+        values = self.past.scalars[name]
+        found = values if len(self.places) == len(values) else [values[place] for place in self.places]
+        return [value for value in found[-newest:] if value == value]
+
+    def last(self, name: str, now: float, num: int) -> list[float]:
+        """The newest values of a number, this sample's included; fewer if they are not known."""
+        return [*self.before(name, num - 1), now] if now == now else []
+
+    @derived
+    def seen(self) -> int:
+        """How many earlier norms there are to compare with."""
+        return len(self.before("raised"))
+
+    @derived
+    def median_before(self) -> float:
+        return _median(self.before("raised"))
+
+    @derived
+    def usual(self) -> float:
+        """Log of the norm / the median before."""
+        return self.raised - self.median_before
+
+    @derived
+    def scatter(self) -> float:
+        """Robust standard deviation of the log norms before."""
+        values, median = self.before("raised"), self.median_before
+        return 1.4826 * _median([abs(value - median) for value in values])
+
+    def above(self, num: int) -> float:
+        """Log of the smallest of the newest norms / the largest before them, which fades."""
+        norms = self.last("raised", self.raised, num)
+        records = self.past.scalars["record"]
+        if len(norms) < num or len(records) < num - 1:
+            return math.nan
+        record = self.past.record if num == 1 else records[1 - num]
+        return min(norms) - record if record > -math.inf else math.nan
+
+    @derived
+    def is_unusual(self) -> bool:
+        """Whether the norm is above the usual one by far more than norms scatter."""
+        far = X5 + 0.5 * math.log(self.gap) if self.seen < 5 else X5
+        return self.usual > far and self.usual > 4 * self.scatter
+
+    @derived
+    def of_begin(self) -> float:
+        """Log of the norm / the largest of the first five."""
+        return self.g - self.past.beginning if self.past.num_norms >= 5 else math.nan
+
+    @derived
+    def of_largest(self) -> float:
+        """Log of the norm / the largest so far, this one included."""
+        return self.g - max(_log(self.past.largest) if self.past.largest > 0 else -math.inf, self.g)
+
+    @derived
+    def climb(self) -> float:
+        """Log of the factor of a steady rise up to this sample, above all norms before; 0 without one."""
+        norms = [*self.before("raised", 40), self.raised]
+        if self.raised != self.raised or len(norms) < 6 or self.raised < max(norms) - 0.5:
+            return 0.0
+        lowest = [min(norms[max(0, at - 2) : at + 1]) for at in range(len(norms))]
+        start = min(range(len(norms)), key=lowest.__getitem__)
+        part = norms[start:]
+        rise = part[-1] - part[0]
+        if len(part) < 5 or rise <= 0 or max(b - a for a, b in zip(part, part[1:], strict=False)) > 2 / 3 * rise:
+            return 0.0
+        return rise if _rank_correlation(part) > 0.9 else 0.0
+
+    @derived
+    def fell(self) -> float:
+        """Log of the largest before / the largest of the newest five, all of which are below all before."""
+        norms, earlier = self.last("raised", self.raised, 5), self.before("raised")[:-4]
+        return min(earlier) - max(norms) if len(norms) == 5 and len(earlier) >= 5 else math.nan
+
+    # How the parameters move
+
+    @derived
+    def moved(self) -> float:
+        """Absolute change of the log norm of all parameters per step since the sample before."""
+        before = self.past.scalars["weights"][-1] if len(self.past) else math.nan
+        return abs(self.weights - before) / self.gap
+
+    @derived
+    def moved_twice(self) -> float:
+        """The second largest of the newest five `moved`: a single giant update can be one bad batch."""
+        return _second(self.last("moved", self.moved, 5))
+
+    @derived
+    def change_P(self) -> FloatArray:
+        """Growth of each weight's log norm per step: [P]; NaN for other parameters.
+
+        A weight that begins at or near 0 may grow at any speed to a typical size, or to one that preserves a signal.
+        """
+        before_P = self.past.by_parameter["w"].newest(self.structure.names)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            typical = self.weights - 0.5 * math.log(max(self.num_elements, 1.0))
+            floor_P = np.fmax(typical, -0.25 * np.log(self.sizes_P) - X2) + 0.5 * np.log(self.sizes_P)
+            grown_P = (np.fmax(self.w_P, floor_P) - np.fmax(before_P, floor_P)) / self.gap
+            shrunk_P = (self.w_P - before_P) / self.gap
+        change_P = np.where(shrunk_P < 0, shrunk_P, grown_P)
+        return np.where(self.is_weight_P, change_P, np.nan)
+
+    @derived
+    def grows(self) -> float:
+        """Largest growth of a weight's log norm per step."""
+        return _largest(self.change_P)
+
+    @derived
+    def grew_twice_P(self) -> FloatArray:
+        """Second largest growth of each weight in the newest five samples: [P]."""
+        rows = np.concatenate([self.past.by_parameter["change"].of(self.structure.names, 4), self.change_P[None]])
+        if len(rows) < 2:
+            return np.full(len(self.structure.names), np.nan)
+        second_P: FloatArray = np.sort(np.nan_to_num(rows, nan=-1.0), axis=0)[-2]
+        return second_P
+
+    @derived
+    def grows_twice(self) -> float:
+        """Second largest growth of a weight in five samples; 0 where no weight grows noticeably now."""
+        noticed = max([self.grows, *self.before("grows", 4)], default=0.0)
+        return _largest(self.grew_twice_P) if noticed > 0.05 else 0.0
+
+    @derived
+    def leap(self) -> float:
+        """Largest growth of a weight's log norm since the sample before, whatever the number of steps."""
+        return self.grows * self.gap
+
+    @derived
+    def shrinks_P(self) -> FloatArray:
+        """The weakest change of each weight in the newest eight samples: [P], below 0 where it shrinks in all."""
+        rows = np.concatenate([self.past.by_parameter["change"].of(self.structure.names, 7), self.change_P[None]])
+        return np.fmax.reduce(rows, axis=0) if len(rows) == 8 else np.full(rows.shape[1], np.nan)
+
+    @derived
+    def lost_P(self) -> FloatArray:
+        """Change of each weight's log norm over the newest eight samples: [P]."""
+        rows = self.past.by_parameter["w"].of(self.structure.names, 8)
+        return self.w_P - rows[0] if len(rows) == 8 else np.full(len(self.structure.names), np.nan)
+
+    @derived
+    def left(self) -> float:
+        """Log of the parameters' norm / that of the first sample of the kind."""
+        return self.weights - self.past.first.get("weights", math.nan)
+
+    @derived
+    def change(self) -> float:
+        """Median over the weights of the relative change per step since the sample before, by witnesses."""
+        values_P = self.per_parameter("weight_change")[self.is_weight_P]
+        return _median(values_P[np.isfinite(values_P)].tolist()) / self.gap
+
+    @derived
+    def most_changed(self) -> float:
+        """Largest relative change of a weight per step since the sample before, by witnesses."""
+        return _largest(self.per_parameter("weight_change")[self.is_weight_P]) / self.gap
+
+    @derived
+    def cosine(self) -> float:
+        """Median over the weights of the cosine of this gradient and the one before, by witnesses."""
+        values_P = self.per_parameter("grad_cosine")[self.is_weight_P]
+        return _median(values_P[np.isfinite(values_P)].tolist())
+
+    @derived
+    def moves_nothing(self) -> bool:
+        """Whether the learning rate is so small that no update can matter: its longest is below a millionth."""
+        longest = _log(abs(self.rate)) + max(self.g, 0.5 * _log(self.num_elements)) if self.rate else -math.inf
+        return longest - self.weights < math.log(NOTHING)
+
+    @derived
+    def matters(self) -> bool:
+        """Whether the training has not converged: its gradient is a part of the largest, and of the parameters."""
+        return self.of_largest > -X1000 and self.of_weights > math.log(1e-5)
+
+    # Clipping and what happens after the backward
+
+    @derived
+    def clip(self) -> float:
+        """Log of the norm before / after everything that was done to it after the backward."""
+        if not (self.norm > 0 and self.received > 0):
+            return math.nan
+        return math.log(self.norm) - math.log(self.received)
+
+    @derived
+    def is_clipped(self) -> bool:
+        return bool(self.snapshot.clipped[self.place] == 1)
+
+    @derived
+    def clip_usual(self) -> float:
+        """`clip` compared with its median before."""
+        return self.clip - _median(self.before("clip")) if len(self.before("clip")) >= 5 else math.nan
+
+    # The loss
+
+    @derived
+    def bad_loss(self) -> bool:
+        return self.metric(keys.NUM_NONFINITE_LOSS) > 0
+
+    @derived
+    def losses(self) -> list[float]:
+        return self.before("loss", 32)
+
+    @derived
+    def loss_unit(self) -> float:
+        """How far the losses before scatter: their range, or ten robust deviations."""
+        values, median = self.losses, _median(self.losses)
+        if len(values) < 2:
+            return math.nan
+        deviation = 1.4826 * _median([abs(value - median) for value in values])
+        return max(max(values) - min(values), 10 * deviation, 1e-3 * abs(median))
+
+    @derived
+    def loss_above(self) -> float:
+        """The loss above the largest before, in `loss_unit`."""
+        return (self.loss - max(self.losses)) / self.loss_unit if len(self.losses) >= 5 else math.nan
+
+    @derived
+    def loss_stays_above(self) -> float:
+        """The smallest of the newest eight losses above the largest of the 32 before them, in their unit."""
+        newest = self.last("loss", self.loss, 8)
+        earlier = self.before("loss", 39)[:-7]
+        if len(newest) < 8 or len(earlier) < 32:
+            return math.nan
+        median = _median(earlier)
+        deviation = 1.4826 * _median([abs(value - median) for value in earlier])
+        unit = max(max(earlier) - min(earlier), 10 * deviation, 1e-3 * abs(median))
+        return (min(newest) - max(earlier)) / unit
+
+    @derived
+    def loss_is_usual(self) -> bool:
+        values = self.before("loss", _LEVEL)
+        if len(values) < 3:
+            return False
+        return abs(self.loss - _median(values)) <= 2 * (max(values) - min(values))
+
+    @derived
+    def loss_falls(self) -> bool:
+        """Whether the newest losses are below the level before: the training learns."""
+        newest, earlier = self.last("loss", self.loss, _NEWEST), self.before("loss", _LEVEL + _NEWEST - 1)
+        earlier = earlier[: 1 - _NEWEST]
+        if len(newest) < 3 or len(earlier) < 3:
+            return False
+        return 0 <= _median(newest) < _median(earlier[: max(len(earlier) // 2, 3)])
+
+    @derived
+    def loss_rises(self) -> bool:
+        newest, earlier = self.last("loss", self.loss, _NEWEST), self.before("loss", _LEVEL + _NEWEST - 1)
+        earlier = earlier[: 1 - _NEWEST]
+        if len(newest) < 3 or len(earlier) < 3:
+            return False
+        return _median(newest) > _median(earlier)
+
+    @derived
+    def loss_known(self) -> bool:
+        return self.loss == self.loss or self.bad_loss
+
+    @derived
+    def loss_below_0(self) -> bool:
+        """Whether the loss, which was always above 0, falls through 0 faster than it has approached 0."""
+        newest = self.last("loss", self.loss, 2)
+        earlier = self.before("loss", 42)
+        earlier = earlier[:-10] if len(earlier) > 18 else earlier[:-1]
+        if len(newest) < 2 or len(earlier) < 8 or min(earlier) <= 0:
+            return False
+        level = _median(earlier[-8:])
+        fell = _median(earlier[:16]) - level
+        return max(newest) < -level and level - self.loss > 2 * max(fell, 0.0)
+
+    @derived
+    def loss_of_first(self) -> float:
+        """The loss / the largest magnitude of the first ones."""
+        return self.loss / self.run.loss_first if self.run.loss_first > 0 else math.nan
+
+    # The learning rate
+
+    @derived
+    def rate_rise(self) -> float:
+        """Log of the learning rate / that of the sample before."""
+        before = self.past.scalars["rate"][-1] if len(self.past) else math.nan
+        return _log(self.rate) - _log(before)
+
+    @derived
+    def rate_climb(self) -> float:
+        """Log of the learning rate / the smallest of the samples before that was not 0."""
+        before = [rate for rate in self.past.scalars["rate"] if rate > 0]
+        return _log(self.rate) - _log(min(before)) if before else math.nan
+
+    @derived
+    def rates_P(self) -> FloatArray:
+        return self.per_parameter("learning_rate")
+
+    # Layers
+
+    @derived
+    def rise_P(self) -> FloatArray:
+        """Log of each gradient norm / its median before: [P]."""
+        before = self.past.by_parameter["g"].of(self.structure.names)
+        return self.g_P - _nan_median(before) if len(before) >= 3 else np.full(len(self.g_P), np.nan)
+
+    @derived
+    def share_P(self) -> FloatArray:
+        """Log of each gradient norm / the largest one: [P]."""
+        return self.g_P - _largest(self.g_P)
+
+    @derived
+    def dead_L(self) -> FloatArray:
+        """Share of each module's units without a gradient: [L]; NaN where it is missing."""
+        if not self.norm > 0:
+            return np.full(len(self.structure.modules.names), np.nan)
+        return dead_units(self.structure.names, self.snapshot.dead_ratio[[self.place]])[0]
+
+    @derived
+    def is_empty_L(self) -> BoolArray:
+        """Modules whose weights have no gradient but whose bias has one: their inputs are 0: [L]."""
+        return without_inputs(self.structure.names, self.snapshot.dead_ratio[self.place])
+
+    @derived
+    def feeds_nothing_L(self) -> BoolArray:
+        """Modules without any gradient that are followed by one whose inputs are 0: [L]."""
+        return feed_nothing(np.equal(self.dead_L, 1.0), self.is_empty_L, ~np.isnan(self.dead_L))
+
+    @derived
+    def num_units_L(self) -> FloatArray:
+        return num_units(self.snapshot, self.place)
+
+    @derived
+    def g_L(self) -> FloatArray:
+        """Log gradient norm of each module: [L]."""
+        modules = self.structure.modules
+        squares_P = np.nan_to_num(self.rows_PC[:, Column.GRAD_SUM_SQ])[modules.order]
+        return _half_log(np.add.reduceat(squares_P, modules.starts))
+
+    @derived
+    def rise_L(self) -> FloatArray:
+        """Log of each module's gradient norm / its median before: [L]."""
+        before = self.past.by_module["g"].of(self.structure.modules.names, _LEVEL)
+        return self.g_L - _nan_median(before) if len(before) >= 3 else np.full(len(self.g_L), np.nan)
+
+    @derived
+    def fell_L(self) -> FloatArray:
+        """Log of the smallest norm before / the largest of the newest five, of each module: [L]."""
+        before = self.past.by_module["g"].of(self.structure.modules.names)
+        if len(before) < 25:
+            return np.full(len(self.g_L), np.nan)
+        newest = np.concatenate([before[-4:], self.g_L[None]])
+        lowest: FloatArray = np.min(before[:-4], axis=0) - np.max(newest, axis=0)
+        return lowest
+
+    @derived
+    def depth(self) -> float:
+        """Log of the last layer's gradient norm / the first layer's, on a line, if the norms are in order; else 0."""
+        with np.errstate(over="ignore"):
+            norms_L = np.exp(np.clip(self.g_L, -700, 700))
+        trend = trend_of(self.structure.modules.names, norms_L)
+        if trend is None or abs(trend.order) <= 0.9 or not 0 < trend.factor < math.inf:
+            return 0.0
+        return math.log(trend.factor)
+
+    @derived
+    def is_held_up(self) -> bool:
+        """Whether a weight is still 0 and has a gradient: none passes it yet."""
+        zero_P = ~self.structure.is_bias_P & (self.rows_PC[:, Column.PARAM_SUM_SQ] == 0)
+        return bool((zero_P & (self.rows_PC[:, Column.GRAD_SUM_SQ] > 0)).any())
+
+    @derived
+    def gain_P(self) -> FloatArray:
+        """Root mean square of each weight times sqrt(fan-in), about 1 where a signal keeps its size: [P].
+
+        Known for weights with units; the fan-in is from the shape, or from the size of the layer's bias.
+        """
+        structure = self.structure
+        sum_sq_P, size_P = self.rows_PC[:, Column.PARAM_SUM_SQ], self.sizes_P
+        fan_in_P = structure.fan_in_P
+        known_P = self.is_weight_P & ~structure.is_embedding_P & ~structure.is_norm_P & (fan_in_P > 1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            gain_P = np.sqrt(sum_sq_P / size_P * fan_in_P)
+        return np.where(known_P, gain_P, np.nan)
+
+    @derived
+    def rms_P(self) -> FloatArray:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            rms_P: FloatArray = np.sqrt(self.rows_PC[:, Column.PARAM_SUM_SQ] / self.sizes_P)
+        return rms_P
+
+    @derived
+    def gain(self) -> float:
+        known_P = self.gain_P[np.isfinite(self.gain_P)]
+        return float(np.median(known_P)) if known_P.size else math.nan
+
+    @derived
+    def is_fresh(self) -> bool:
+        """Whether the model begins here: it is not small, not half frozen, its normalisations are as they are made."""
+        structure = self.structure
+        if self.step > 10 or self.num_elements < 256 or 2 * self.snapshot.trainable.sum() <= len(structure.names):
+            return False
+        for name in ("weight",):
+            made_P = structure.is_norm_P & np.array([one.endswith(name) for one in structure.names])
+            if (made_P & (np.abs(self.rms_P - 1) > 0.1) & (self.rms_P > 0)).any():
+                return False
+        return True
+
+    @derived
+    def inputs(self) -> float:
+        """Root mean square of the model's inputs; estimated from the first layer's gradients where it is not known."""
+        known = self.fact("input_rms")
+        return known if known == known else math.nan
+
+    @derived
+    def is_half(self) -> bool:
+        """Whether the outputs, or the loss, are float16."""
+        return self.fact("output_largest") == 65504 or self.fact("loss_largest") == 65504
+
+    @derived
+    def half_P(self) -> BoolArray:
+        """Which gradients are in half precision, by their lowest bits: [P]."""
+        extremes = self.rows_PC[:, [Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO]].astype(np.float32)
+        half_P: BoolArray = np.all((extremes.view(np.uint32) & 0x1FFF) == 0, axis=1)
+        return half_P
+
+    @derived
+    def coarse(self) -> float:
+        """Share of zeros, where the smallest other elements are the smallest numbers of float16; else 0."""
+        scale = float(self.snapshot.loss_scale[self.place])
+        smallest = self.rows_PC[:, Column.GRAD_ABS_MIN_NONZERO] * (scale if scale > 0 else 1.0)
+        units = float(np.nanmin(np.where(smallest > 0, smallest, np.nan), initial=np.inf)) * 2.0**24
+        if not (0.5 < units < 1024 and abs(units - round(units)) < 1e-6):
+            return 0.0
+        return float(np.nansum(self.rows_PC[:, Column.NUM_ZERO])) / max(self.num_elements, 1.0)
+
+    @derived
+    def missing_P(self) -> BoolArray:
+        """Trainable parameters without a gradient: [P]."""
+        missing_P: BoolArray = ~self.present_P & self.snapshot.trainable
+        trainable_P = self.per_parameter("trainable")
+        return missing_P & ~(trainable_P == 0)
+
+    @derived
+    def same_P(self) -> BoolArray:
+        """Parameters whose norm has the same bits as in the sample before, although an update was made: [P]."""
+        before_P = self.past.by_parameter["w"].newest(self.structure.names)
+        moved_P = self.per_parameter("weight_moved")
+        same_P: BoolArray = (self.w_P == before_P) & ~(moved_P > 0)
+        zero_P = (self.rows_PC[:, Column.PARAM_SUM_SQ] == 0) & (self.num_before > 0) & np.isnan(before_P)
+        return same_P | zero_P
+
+    @derived
+    def is_still(self) -> bool:
+        """Whether no parameter has changed by a bit since the sample before, which had a gradient."""
+        if not self.num_before or not self.present_P.any() or self.skipped:
+            return False
+        return bool(self.same_P[self.present_P].all())
+
+    # Kinds of failures
+
+    @derived
+    def all_zero(self) -> bool:
+        return self.sample.norm == 0 and not self.sample.has_nonfinite and bool(self.present_P.any())
+
+    @derived
+    def is_empty(self) -> bool:
+        return not self.present_P.any()
+
+    @derived
+    def scale(self) -> float:
+        return float(self.snapshot.loss_scale[self.place])
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers that are remembered of this sample."""
+        return {
+            "step": float(self.step),
+            "norm": self.norm,
+            "raised": self.raised,
+            "record": self.past.record,
+            "usual": self.usual,
+            "weights": self.weights,
+            "moved": self.moved,
+            "grows": self.grows,
+            "leap": self.leap,
+            "clip": self.clip,
+            "loss": self.loss,
+            "rate": self.rate,
+            "change": self.change,
+            "cosine": self.cosine,
+            "inputs": self.inputs,
+            "growth": self.of_weights,
+            "shrinkage": self.left,
+        }
+
+
+def where(mask: npt.NDArray[np.bool_]) -> list[int]:
+    """The positions that are True."""
+    found: list[int] = np.flatnonzero(mask).tolist()
+    return found
+
+
+def _log(value: float) -> float:
+    if not value > 0:
+        return math.nan
+    return math.log(value) if value < math.inf else 1e3
+
+
+def _half_log(squares: FloatArray) -> FloatArray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(squares > 0, 0.5 * np.log(squares), np.nan)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+def _nan_median(rows_NP: FloatArray) -> FloatArray:
+    """Median of the known values of each column: [P]; NaN where fewer than three are known."""
+    known_P = np.count_nonzero(~np.isnan(rows_NP), axis=0)
+    ordered = np.sort(rows_NP, axis=0)  # NaN comes last
+    at_P = np.maximum(known_P - 1, 0) // 2
+    middle: FloatArray = np.where(known_P >= 3, ordered[at_P, np.arange(rows_NP.shape[1])], np.nan)
+    return middle
+
+
+def _second(values: Sequence[float]) -> float:
+    return sorted(values)[-2] if len(values) > 1 else math.nan
+
+
+def _largest(values: FloatArray) -> float:
+    known = values[values == values]
+    return float(known.max()) if known.size else math.nan
+
+
+def _rank_correlation(values: Sequence[float]) -> float:
+    ranks = np.argsort(np.argsort(values)) - (len(values) - 1) / 2
+    places = np.arange(len(values)) - (len(values) - 1) / 2
+    return float(ranks @ places / (places @ places))
+
+
+__all__ = ["MIN_WEIGHTS", "Facts", "Run", "where"]

@@ -1,0 +1,132 @@
+"""Turns samples into facts, in order, and remembers of each what later ones are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .._analysis.memory import PerKind
+from .._measure.columns import FloatArray
+from ..snapshot import Snapshot
+from ..snapshot._overview import Overview
+from .facts import Facts, Run
+from .past import Past
+from .structure import ModelInfo, Structure
+
+# P watched parameters, L modules
+
+
+class Observer:
+    """Sees the samples of a training.
+
+    Args:
+        info: what the capture knows of the model.
+        every: samples fewer steps apart than this are left out. A trend that is too slow to show from sample to sample
+            shows from every twentieth to the next: so measuring more never finds less.
+    """
+
+    def __init__(self, info: ModelInfo, every: int = 1) -> None:
+        self._info, self._every = info, every
+        self.run = Run()
+        self._kinds: PerKind[Past] = PerKind(Past)
+        self._structure: Structure | None = None
+        self._next_step = 0
+
+    def see(self, snapshot: Snapshot, sample: Overview) -> Iterator[Facts]:
+        """Yield the sample's facts, unless it is left out; it is remembered when the caller goes on."""
+        if sample.step < self._next_step:
+            return
+        self._next_step = sample.step + self._every if self._every > 1 else 0
+        structure = self._structure
+        if structure is None or structure.names != snapshot.names:
+            structure = self._structure = Structure(snapshot.names, self._info)
+        mask = None if sample.is_complete else snapshot.present[sample.place]
+        if mask is not None and not mask.any():
+            mask = None
+        past = self._kinds.of(snapshot.names, mask)
+        run = self.run
+        run.num_samples += 1
+        facts = Facts(snapshot, sample, structure, past, run)
+        self._count(facts)
+        yield facts
+        self._remember(facts)
+
+    def _count(self, facts: Facts) -> None:
+        """Count streaks, this sample included, and note what belongs to the beginning."""
+        run, names = self.run, facts.structure.names
+        if run.num_samples == 1:
+            run.first_step = facts.step
+            run.of_first = facts.of_weights if facts.step <= 2 else math.nan
+            run.depth_first, run.gain_first = facts.depth, facts.gain
+            gains_P = facts.gain_P[facts.gain_P > 0]
+            run.least_gain = float(gains_P.min()) if gains_P.size else math.nan
+        if run.inputs_first != run.inputs_first:
+            run.inputs_first = facts.inputs
+        if run.outputs_first != run.outputs_first:
+            run.outputs_first = facts.fact("output_rms")
+        if facts.loss == facts.loss:
+            run.num_losses += 1
+            run.loss_least_before, run.loss_least = run.loss_least, min(run.loss_least, facts.loss)
+            if run.num_losses <= 5:
+                run.loss_first = max(run.loss_first if run.loss_first == run.loss_first else 0.0, abs(facts.loss))
+            if run.num_losses <= 16:
+                run.loss_top = max(run.loss_top, facts.loss)
+        self._count_gradients(facts)
+        missing_P = facts.missing_P
+        trainable_P = facts.present_P | missing_P
+        facts.missing = run.missing.see(names, missing_P, trainable_P)
+        if not facts.sample.skipped and facts.num_before and facts.sample.norm > 0:
+            still_P = facts.same_P & facts.present_P
+            facts.still = run.still.see(names, still_P, facts.present_P)
+        modules = facts.structure.modules.names
+        dead_L = facts.dead_L
+        seen_L = ~np.isnan(dead_L)
+        past = facts.past
+        facts.dead = past.dead.see(modules, seen_L & (dead_L >= 0.9), seen_L)
+        empty_L = facts.feeds_nothing_L if bool((dead_L == 1).any()) else np.zeros(len(modules), dtype=bool)
+        facts.cut = past.cut.see(modules, empty_L, seen_L)
+
+    def _count_gradients(self, facts: Facts) -> None:
+        run = self.run
+        run.num_skipped = run.num_skipped + 1 if facts.skipped else 0
+        run.num_updates += not (facts.skipped or facts.sample.guarded)
+        was_zero = run.num_zero
+        run.num_zero = run.num_zero + 1 if facts.all_zero else 0
+        run.num_pauses += was_zero > 0 and run.num_zero == 0
+        run.num_empty = run.num_empty + 1 if facts.is_empty else 0
+        repeated = facts.fact("input_repeated")
+        run.num_varied += repeated == 0
+        run.num_repeated = run.num_repeated + 1 if repeated == 1 else 0
+        if run.num_samples > 1 and facts.num_before:
+            before_P = facts.past.by_parameter["g"].newest(facts.structure.names)
+            if (facts.present_P & np.isnan(before_P) & (facts.sample.norm > 0)).any():
+                run.came_step = facts.step
+
+    def _remember(self, facts: Facts) -> None:
+        """Add the sample to the past of its kind. Trial points and samples without an update do not belong to it."""
+        past, names = facts.past, facts.structure.names
+        self.run.was_broken |= facts.is_broken
+        if facts.skipped or facts.is_empty or bool(facts.snapshot.inferred[facts.place]):
+            return
+        past.add(facts.scalars())
+        past.by_parameter["g"].add(names, facts.g_P)
+        past.by_parameter["w"].add(names, _kept(facts.w_P, past.by_parameter["w"].newest(names)))
+        past.by_parameter["change"].add(names, facts.change_P)
+        past.by_module["dead"].add(facts.structure.modules.names, facts.dead_L)
+        past.by_module["g"].add(facts.structure.modules.names, facts.g_L)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self.run.state_dict(), "kinds": self._kinds.state_dict(), "next_step": self._next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.run.load_state_dict(state["run"])
+        self._kinds.load_state_dict(state["kinds"])
+        self._next_step = int(state["next_step"])
+
+
+def _kept(now_P: FloatArray, before_P: FloatArray) -> FloatArray:
+    """The newest known values: [P]."""
+    return np.where(np.isnan(now_P), before_P, now_P)
