@@ -199,7 +199,7 @@ class HistoryRow:
         largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         summed: dict[str, Number] = {keys.NUM_SKIPPED_STEPS: int(np.count_nonzero(snapshot.skipped))}
         for name, values_S in snapshot.metrics.items():
-            if name in _OF_SAMPLES or name.startswith(keys.WIRING):
+            if name in _OF_SAMPLES or name.startswith((keys.WIRING, keys.FACT)):
                 continue
             if keys.is_count(name):
                 summed[name] = int(sum(_known(values_S)))

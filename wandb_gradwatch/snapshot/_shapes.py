@@ -43,7 +43,7 @@ def group_function(group_by: GroupBy) -> Callable[[str], str]:
 
 
 def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
-    """Merge the names of each group; groups are in the order in which they first appear."""
+    """Merge the names of each group, in the order in which the groups first appear; facts per parameter are dropped."""
     members: dict[str, list[int]] = {}
     for index, name in enumerate(snapshot.names):
         members.setdefault(group_of(name), []).append(index)
@@ -70,6 +70,7 @@ def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
         histogram=histogram,
         trainable=trainable,
         metric_histograms=merge_histograms(histograms),
+        per_parameter={},
     )
 
 
@@ -86,6 +87,7 @@ def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.i
         skipped=snapshot.skipped[chosen],
         metrics={name: values[chosen] for name, values in snapshot.metrics.items()},
         metric_histograms={},
+        per_parameter={name: values[chosen] for name, values in snapshot.per_parameter.items()},
     )
 
 
@@ -94,12 +96,16 @@ def merge_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:
     names, places = _joint_names(snapshots)
     rows = np.full((sum(map(len, snapshots)), len(names), NUM_COLUMNS), np.nan)
     trainable = np.zeros(len(names), dtype=bool)
+    facts = dict.fromkeys(name for snapshot in snapshots for name in snapshot.per_parameter)
+    per_parameter = {name: np.full(rows.shape[:2], np.nan) for name in facts}
     histogram = None
     start = 0
     for snapshot in snapshots:
         here = places[snapshot.names]
         rows[start : start + len(snapshot), here] = snapshot.rows
         trainable[here] = snapshot.trainable
+        for name, values_SP in snapshot.per_parameter.items():
+            per_parameter[name][start : start + len(snapshot), here] = values_SP
         start += len(snapshot)
         if snapshot.histogram is not None:
             histogram = np.zeros((len(names), NUM_BINS), dtype=np.int64) if histogram is None else histogram
@@ -119,6 +125,7 @@ def merge_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:
             for key in dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
         },
         metric_histograms=merge_histograms(s.metric_histograms for s in snapshots),
+        per_parameter=per_parameter,
     )
 
 

@@ -48,8 +48,11 @@ class Snapshot:
         skipped: [S] True where AMP skipped the update.
         trainable: [P] False for parameters that are frozen, or are in no optimizer and not reached by a backward.
         metrics: further values by key, each [S]; the window's last value is logged under the key, with / for each dot.
+            Keys that begin with `keys.FACT` are facts about the sample (`keys.SAMPLE_FACTS`), and are not logged.
         overhead_ratio: the share of the time since watch() that watching took; NaN if not measured.
         metric_histograms: further histograms over the whole window by key, such as those of activations.
+        per_parameter: facts about each parameter by name, each [S, P]: `keys.PARAMETER_FACTS`, such as the learning
+            rate of the group that holds it; NaN is missing. Groups of parameters have none.
     """
 
     steps: IntArray
@@ -63,6 +66,7 @@ class Snapshot:
     metrics: Mapping[str, FloatArray] = field(default_factory=dict)
     overhead_ratio: float = float("nan")
     metric_histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
+    per_parameter: Mapping[str, FloatArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_samples, num_names = len(self.steps), len(self.names)
@@ -72,6 +76,11 @@ class Snapshot:
             )
         if self.histogram is not None and self.histogram.shape != (num_names, NUM_BINS):
             raise ValueError(f"histogram must be [P, B] = {(num_names, NUM_BINS)}, but is {self.histogram.shape}")
+        for name, values_SP in self.per_parameter.items():
+            if values_SP.shape != (num_samples, num_names):
+                raise ValueError(
+                    f"per_parameter[{name!r}] must be [S, P] = {(num_samples, num_names)}, but is {values_SP.shape}"
+                )
         arrays = vars(self)
         if self.loss_scale is None:
             arrays["loss_scale"] = np.full(num_samples, np.nan)

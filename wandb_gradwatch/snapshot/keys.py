@@ -73,6 +73,38 @@ WIRING_CARRIED: Final = "gradwatch/wiring/carried"  # 1: gradients were not rese
 WIRING_UNOWNED: Final = "gradwatch/wiring/unowned/"  # + name: the parameter has a gradient but is in no optimizer
 FIRST_NONFINITE_RANK: Final = "gradwatch/first_nonfinite_rank"  # sharded: the first rank with a non-finite gradient
 
+# Facts of a sample for the judgement: + one of SAMPLE_FACTS. They are values of single samples, and are never logged.
+FACT: Final = "gradwatch/fact/"
+SAMPLE_FACTS: Final = (
+    # Of the whole model's inputs and outputs, over the training forwards of the sample (micro-batches)
+    "num_forwards",
+    "batch_size",  # size of dimension 0 of the first tensor, summed over the forwards
+    "input_rms",  # of the finite elements of all floating tensors
+    "input_num_nonfinite",
+    "input_zero_ratio",
+    "input_repeated",  # 1: the inputs of all forwards are those of the measured sample before; NaN at the first
+    "input_largest",  # largest finite number of the dtype; of the narrowest range if there are several
+    "output_rms",
+    "output_num_nonfinite",
+    "output_zero_ratio",
+    "output_largest",  # 65504: float16
+    "output_width",  # size of the last dimension of the first floating output
+    "output_spread",  # std over dimension 0, as a root mean square over the rest, divided by the rms; 0: rows are equal
+    "loss_largest",  # largest finite number of the dtype of the tensor that backward() was called on
+)
+PARAMETER_FACTS: Final = (  # names in Snapshot.per_parameter
+    # Of the optimizer's group that holds the parameter, when the optimizer is about to step
+    "learning_rate",
+    "weight_decay",
+    "epsilon",
+    "momentum",  # or the first of `betas`
+    "trainable",  # 1: requires_grad, in this sample
+    # By witnesses: at most 256 elements at a fixed stride, compared with those of the measured sample before
+    "grad_cosine",  # of the two gradients
+    "weight_change",  # norm of the difference of the parameter, divided by its norm
+    "weight_moved",  # share of the witnesses whose bits have changed
+)
+
 # The precision forecast: the effect of smaller number formats on the gradients.
 FORMATS: Final = ("fp16", "bf16", "fp8_e5m2", "fp8_e4m3")
 FORECASTS: Final = ("underflow_ratio", "flush_ratio", "headroom")
