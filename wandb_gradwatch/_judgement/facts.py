@@ -279,7 +279,7 @@ class Facts:
 
         A weight that begins at or near 0 may grow at any speed to a typical size, or to one that preserves a signal.
         """
-        before_P = self.past.by_parameter["w"].newest(self.structure.names)
+        before_P = self.past.w_P.newest(self.structure.names)
         with np.errstate(invalid="ignore", divide="ignore"):
             typical = self.weights - 0.5 * math.log(max(self.num_elements, 1.0))
             floor_P = np.fmax(typical, -0.25 * np.log(self.sizes_P) - X2) + 0.5 * np.log(self.sizes_P)
@@ -296,7 +296,7 @@ class Facts:
     @derived
     def grew_twice_P(self) -> FloatArray:
         """Second largest growth of each weight in the newest five samples: [P]."""
-        rows = np.concatenate([self.past.by_parameter["change"].of(self.structure.names, 4), self.change_P[None]])
+        rows = np.concatenate([self.past.change_P.of(self.structure.names, 4), self.change_P[None]])
         if len(rows) < 2:
             return np.full(len(self.structure.names), np.nan)
         second_P: FloatArray = np.sort(np.nan_to_num(rows, nan=-1.0), axis=0)[-2]
@@ -316,13 +316,13 @@ class Facts:
     @derived
     def shrinks_P(self) -> FloatArray:
         """The weakest change of each weight in the newest eight samples: [P], below 0 where it shrinks in all."""
-        rows = np.concatenate([self.past.by_parameter["change"].of(self.structure.names, 7), self.change_P[None]])
+        rows = np.concatenate([self.past.change_P.of(self.structure.names, 7), self.change_P[None]])
         return np.fmax.reduce(rows, axis=0) if len(rows) == 8 else np.full(rows.shape[1], np.nan)
 
     @derived
     def lost_P(self) -> FloatArray:
         """Change of each weight's log norm over the newest eight samples: [P]."""
-        rows = self.past.by_parameter["w"].of(self.structure.names, 8)
+        rows = self.past.w_P.of(self.structure.names, 8)
         return self.w_P - rows[0] if len(rows) == 8 else np.full(len(self.structure.names), np.nan)
 
     @derived
@@ -480,7 +480,7 @@ class Facts:
     @derived
     def rise_P(self) -> FloatArray:
         """Log of each gradient norm / its median before: [P]."""
-        before = self.past.by_parameter["g"].of(self.structure.names)
+        before = self.past.g_P.of(self.structure.names)
         return self.g_P - _nan_median(before) if len(before) >= 3 else np.full(len(self.g_P), np.nan)
 
     @derived
@@ -519,13 +519,13 @@ class Facts:
     @derived
     def rise_L(self) -> FloatArray:
         """Log of each module's gradient norm / its median before: [L]."""
-        before = self.past.by_module["g"].of(self.structure.modules.names, _LEVEL)
+        before = self.past.g_L.of(self.structure.modules.names, _LEVEL)
         return self.g_L - _nan_median(before) if len(before) >= 3 else np.full(len(self.g_L), np.nan)
 
     @derived
     def fell_L(self) -> FloatArray:
         """Log of the smallest norm before / the largest of the newest five, of each module: [L]."""
-        before = self.past.by_module["g"].of(self.structure.modules.names)
+        before = self.past.g_L.of(self.structure.modules.names)
         if len(before) < 25:
             return np.full(len(self.g_L), np.nan)
         newest = np.concatenate([before[-4:], self.g_L[None]])
@@ -623,7 +623,7 @@ class Facts:
     @derived
     def same_P(self) -> BoolArray:
         """Parameters whose norm has the same bits as in the sample before, although an update was made: [P]."""
-        before_P = self.past.by_parameter["w"].newest(self.structure.names)
+        before_P = self.past.w_P.newest(self.structure.names)
         moved_P = self.per_parameter("weight_moved")
         same_P: BoolArray = (self.w_P == before_P) & ~(moved_P > 0)
         zero_P = (self.rows_PC[:, Column.PARAM_SUM_SQ] == 0) & (self.num_before > 0) & np.isnan(before_P)

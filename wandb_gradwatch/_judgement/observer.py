@@ -101,7 +101,7 @@ class Observer:
         run.num_varied += repeated == 0
         run.num_repeated = run.num_repeated + 1 if repeated == 1 else 0
         if run.num_samples > 1 and facts.num_before:
-            before_P = facts.past.by_parameter["g"].newest(facts.structure.names)
+            before_P = facts.past.g_P.newest(facts.structure.names)
             if (facts.present_P & np.isnan(before_P) & (facts.sample.norm > 0)).any():
                 run.came_step = facts.step
 
@@ -112,11 +112,11 @@ class Observer:
         if facts.skipped or facts.is_empty or bool(facts.snapshot.inferred[facts.place]):
             return
         past.add(facts.scalars())
-        past.by_parameter["g"].add(names, facts.g_P)
-        past.by_parameter["w"].add(names, _kept(facts.w_P, past.by_parameter["w"].newest(names)))
-        past.by_parameter["change"].add(names, facts.change_P)
-        past.by_module["dead"].add(facts.structure.modules.names, facts.dead_L)
-        past.by_module["g"].add(facts.structure.modules.names, facts.g_L)
+        past.g_P.add(names, facts.g_P)
+        past.w_P.add(names, _kept(facts.w_P, past.w_P.newest(names)))
+        past.change_P.add(names, facts.change_P)
+        past.dead_L.add(facts.structure.modules.names, facts.dead_L)
+        past.g_L.add(facts.structure.modules.names, facts.g_L)
 
     def state_dict(self) -> dict[str, Any]:
         return {"run": self.run.state_dict(), "kinds": self._kinds.state_dict(), "next_step": self._next_step}

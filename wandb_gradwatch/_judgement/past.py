@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from .._analysis.baseline import evenly_apart
-from .._analysis.memory import Streaks
+from .._analysis.memory import Remembers, Streaks
 from .._measure.columns import FloatArray
 
 # N remembered samples, P names
@@ -25,9 +25,6 @@ SCALARS: Final = (
     *("step", "norm", "raised", "record", "usual", "weights", "moved", "grows", "leap", "clip"),
     *("loss", "rate", "change", "cosine", "inputs", "growth", "shrinkage"),
 )
-# Rows by parameter, and by module.
-BY_PARAMETER: Final = ("g", "w", "change")
-BY_MODULE: Final = ("dead", "g")
 
 
 class Rows:
@@ -71,13 +68,13 @@ def _placed(own: tuple[str, ...], values: FloatArray, names: tuple[str, ...]) ->
     return np.array([known.get(name, math.nan) for name in names])
 
 
-class Past:
+class Past(Remembers):
     """The earlier samples of one kind: those of mostly the same parameters, as of a GAN's critic."""
 
     def __init__(self) -> None:
         self.scalars: dict[str, list[float]] = {name: [] for name in SCALARS}
-        self.by_parameter = {name: Rows(ROWS) for name in BY_PARAMETER}
-        self.by_module = {name: Rows(WINDOW) for name in BY_MODULE}
+        self.g_P, self.w_P, self.change_P = Rows(ROWS), Rows(ROWS), Rows(ROWS)  # log norms, and changes per step
+        self.dead_L, self.g_L = Rows(WINDOW), Rows(WINDOW)  # shares of dead units, and log norms
         self.num_seen = 0  # samples
         self.record = -math.inf  # the largest log norm so far; it fades
         self.largest = -math.inf  # the largest log norm of all
@@ -129,29 +126,3 @@ class Past:
             # The first norms of a run are often 100 times as large as all later ones, and would hide an explosion.
             newest = [value for value in self.scalars["raised"] if value == value][-_FIRST:]
             self.record = min(self.record, max(newest))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "scalars": {name: list(values) for name, values in self.scalars.items()},
-            "by_parameter": {name: rows.state_dict() for name, rows in self.by_parameter.items()},
-            "by_module": {name: rows.state_dict() for name, rows in self.by_module.items()},
-            "first": dict(self.first),
-            "dead": self.dead.state_dict(),
-            "cut": self.cut.state_dict(),
-            "numbers": [self.num_seen, self.record, self.largest, self.beginning, self.num_norms],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        scalars = {name: [float(value) for value in state["scalars"][name]] for name in SCALARS}
-        if len({len(values) for values in scalars.values()}) != 1:
-            raise ValueError("the numbers of earlier samples are not complete")
-        self.scalars = scalars
-        for name in BY_PARAMETER:
-            self.by_parameter[name].load_state_dict(state["by_parameter"][name])
-        for name in BY_MODULE:
-            self.by_module[name].load_state_dict(state["by_module"][name])
-        self.dead.load_state_dict(state["dead"])
-        self.cut.load_state_dict(state["cut"])
-        self.first = {name: float(value) for name, value in state["first"].items() if name in SCALARS}
-        seen, self.record, self.largest, self.beginning, norms = map(float, state["numbers"])
-        self.num_seen, self.num_norms = int(seen), int(norms)
