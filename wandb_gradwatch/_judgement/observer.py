@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._analysis.memory import PerKind
-from .._measure.columns import FloatArray
+from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
 from .facts import Facts, Run
@@ -115,6 +115,7 @@ class Observer:
         past.g_P.add(names, facts.g_P)
         past.w_P.add(names, _kept(facts.w_P, past.w_P.newest(names)))
         past.change_P.add(names, facts.change_P)
+        past.zeros_P.add(names, facts.rows_PC[:, Column.NUM_ZERO])
         past.dead_L.add(facts.structure.modules.names, facts.dead_L)
         past.g_L.add(facts.structure.modules.names, facts.g_L)
 

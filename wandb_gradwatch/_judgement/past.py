@@ -74,6 +74,7 @@ class Past(Remembers):
     def __init__(self) -> None:
         self.scalars: dict[str, list[float]] = {name: [] for name in SCALARS}
         self.g_P, self.w_P, self.change_P = Rows(ROWS), Rows(ROWS), Rows(ROWS)  # log norms, and changes per step
+        self.zeros_P = Rows(1)  # numbers of elements that are 0
         self.dead_L, self.g_L = Rows(WINDOW), Rows(WINDOW)  # shares of dead units, and log norms
         self.num_seen = 0  # samples
         self.record = -math.inf  # the largest log norm so far; it fades

@@ -1,0 +1,99 @@
+"""Finding: one symptom in one sample, with what may explain it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from .evidence import Evidence
+from .facts import Facts, where
+from .incident import Layer, Level
+from .patterns import Explanation, explain
+from .symptoms import Symptom
+
+_MAX_LAYERS: Final = 5
+_OF_GRADIENTS: Final = frozenset({"exploding_gradient", "gradient_spike", "layer_jump", "vanishing_gradient"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One symptom in one sample.
+
+    Args:
+        since: the step at which it began; unmeasured_from: the first of the steps right before that were not measured.
+        evidence: what is known at this moment; None for a rule of the user and for alerts of the capture.
+        explanation: the cause that the facts allow; None if they allow none.
+    """
+
+    kind: str
+    title: str
+    level: Level
+    step: int
+    fact: str
+    since: int = 0
+    unmeasured_from: int | None = None
+    layers: tuple[Layer, ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
+    evidence: Evidence | None = None
+    explanation: Explanation | None = None
+    rank: int | None = None
+
+
+def finding_of(symptom: Symptom, facts: Facts, places: list[int], since: int, unmeasured_from: int | None) -> Finding:
+    """Return the finding of a symptom in a sample; `places` are the parameters or modules concerned."""
+    evidence = Evidence(facts, symptom.kind, places, symptom.of)
+    fact = symptom.says(facts)
+    if facts.sample.guarded:
+        fact += "; the guard left this update out"
+    if symptom.kind == "exploding_gradient" and evidence.onset is not None:
+        since = min(since, evidence.onset_step)
+    return Finding(
+        symptom.kind, symptom.title, symptom.level, facts.step, fact, since, unmeasured_from,
+        _layers(symptom, facts, places), _values(facts), evidence, explain(evidence), _rank(facts),
+    )  # fmt: skip
+
+
+def _rank(facts: Facts) -> int | None:
+    from ..snapshot import keys
+
+    rank = facts.metric(keys.FIRST_NONFINITE_RANK)
+    return None if math.isnan(rank) else int(rank)
+
+
+def _layers(symptom: Symptom, facts: Facts, places: list[int]) -> tuple[Layer, ...]:
+    structure = facts.structure
+    if symptom.of == "modules":
+        return tuple(Layer(structure.modules.names[at], float(facts.dead_L[at])) for at in places[::-1][:_MAX_LAYERS])
+    if symptom.kind in ("nan_gradient", "inf_gradient"):
+        bad = where(facts.bad_P & facts.present_P)[::-1]  # the backward reached the last one first
+        return tuple(Layer(structure.names[at]) for at in bad[:_MAX_LAYERS])
+    norm_P, usual_P = np.exp(facts.g_P), np.exp(facts.g_P - facts.rise_P)
+    if symptom.of == "parameters":
+        chosen = places
+    elif symptom.kind in _OF_GRADIENTS:
+        sign = 1.0 if symptom.kind == "vanishing_gradient" else -1.0
+        order = np.argsort(np.where(np.isnan(facts.rise_P), np.inf, sign * facts.rise_P), kind="stable")
+        chosen = [int(at) for at in order if np.isfinite(facts.rise_P[at])][:3]
+    else:
+        return ()
+    return tuple(Layer(structure.names[at], float(norm_P[at]), float(usual_P[at])) for at in chosen[:_MAX_LAYERS])
+
+
+def _values(facts: Facts) -> dict[str, float]:
+    named = {
+        "grad_norm": facts.norm,
+        "usual_grad_norm": math.exp(min(facts.median_before, 690.0)) if facts.seen else math.nan,
+        "grad_norm_received": facts.received,
+        "param_norm": math.exp(min(facts.weights, 690.0)),
+        "param_change_per_step": facts.moved,
+        "loss": facts.loss,
+        "learning_rate": facts.rate,
+        "loss_scale": facts.scale,
+        "input_rms": facts.fact("input_rms"),
+        "output_rms": facts.fact("output_rms"),
+    }
+    return {name: float(value) for name, value in named.items() if math.isfinite(value)}

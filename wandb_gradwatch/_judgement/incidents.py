@@ -1,0 +1,165 @@
+"""Findings become incidents: one message when an incident begins, one more when it gets worse or its cause clear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from .causes import CAUSES
+from .finding import Finding
+from .incident import LEVELS, Incident
+from .patterns import Explanation, allows
+
+QUIET: Final = 10  # samples without a finding that end the first incident of a kind; twice as many end each further one
+_MAX_DOUBLINGS: Final = 16
+_MAX_KEPT: Final = 200  # incidents; of more, those that are over are forgotten, oldest first
+
+
+@dataclass
+class _Open:
+    place: int  # in the list of all incidents
+    num_quiet: int = 0  # samples in a row without a finding
+    first_quiet: int = 0  # the step of the first of these
+
+
+class IncidentBook:
+    """All incidents of a run. An incident is told when it begins, and again when its level rises or its cause clears."""
+
+    def __init__(self) -> None:
+        self._incidents: list[Incident] = []
+        self._open: list[_Open] = []
+        self._num_ended: dict[str, int] = {}  # by kind
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """In the order in which they were found."""
+        return tuple(self._incidents)
+
+    @property
+    def has_error(self) -> bool:
+        """Whether the newest sample belongs to an incident with an ERROR."""
+        return any(one.num_quiet == 0 and self._incidents[one.place].level == "ERROR" for one in self._open)
+
+    def sample(self, step: int, findings: Iterable[Finding]) -> list[Incident]:
+        """Take the findings of a sample; return the incidents that are to be told now."""
+        told: dict[int, None] = {}
+        met: set[int] = set()
+        for finding in sorted(findings, key=lambda one: -LEVELS.index(one.level)):  # the worst first
+            place, is_news = self._take(finding)
+            met.add(place)
+            if is_news:
+                told[place] = None
+        for one in list(self._open):
+            if one.place in met:
+                one.num_quiet = 0
+            else:
+                self._note_quiet(one, step)
+        found = [self._incidents[place] for place in told]
+        self._forget()
+        return found
+
+    def _take(self, finding: Finding) -> tuple[int, bool]:
+        for one in reversed(self._open):
+            known = self._incidents[one.place]
+            if _joins(finding, known):
+                self._incidents[one.place], is_news = _joined(known, finding)
+                return one.place, is_news
+        self._incidents.append(_new(finding))
+        self._open.append(_Open(len(self._incidents) - 1))
+        return len(self._incidents) - 1, True
+
+    def _note_quiet(self, one: _Open, step: int) -> None:
+        known = self._incidents[one.place]
+        one.first_quiet = step if one.num_quiet == 0 else one.first_quiet
+        one.num_quiet += 1
+        ended = self._num_ended.get(known.kind, 0)
+        if one.num_quiet >= QUIET * 2 ** min(ended, _MAX_DOUBLINGS):
+            self._incidents[one.place] = replace(known, recovered_step=one.first_quiet)
+            self._num_ended[known.kind] = ended + 1
+            self._open.remove(one)
+
+    def _forget(self) -> None:
+        """Forget the oldest incidents that are over, beyond the number that is kept."""
+        if len(self._incidents) <= _MAX_KEPT:
+            return
+        place = next((at for at, one in enumerate(self._incidents) if one.is_over), None)
+        if place is not None:
+            del self._incidents[place]
+            for one in self._open:
+                one.place -= one.place > place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "incidents": [incident.to_dict() for incident in self._incidents],
+            "open": [[one.place, one.num_quiet, one.first_quiet] for one in self._open],
+            "num_ended": dict(self._num_ended),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state.
+
+        Raises:
+            ValueError: it is none.
+        """
+        incidents = [Incident.from_dict(told) for told in state["incidents"]]
+        opened = [_Open(*map(int, one)) for one in state["open"]]
+        if any(not 0 <= one.place < len(incidents) for one in opened):
+            raise ValueError("an open incident is not among the incidents")
+        ended = {str(kind): int(num) for kind, num in state["num_ended"].items()}
+        self._incidents, self._open, self._num_ended = incidents, opened, ended
+
+
+def _joins(finding: Finding, incident: Incident) -> bool:
+    """Whether a finding belongs to an incident that lasts."""
+    if finding.kind in incident.kinds:
+        return True
+    if finding.evidence is None:
+        return False
+    causes = [CAUSES[name] for name in (incident.cause, incident.rival) if name in CAUSES]
+    return any(allows(finding.evidence, cause) for cause in causes)
+
+
+def _joined(incident: Incident, finding: Finding) -> tuple[Incident, bool]:
+    """Return the incident with the finding, and whether that is news."""
+    kinds = incident.kinds if finding.kind in incident.kinds else (*incident.kinds, finding.kind)
+    joined = replace(incident, last_step=finding.step, kinds=kinds)
+    is_worse = LEVELS.index(finding.level) > LEVELS.index(incident.level)
+    clears = _clears(incident, finding.explanation) and finding.level != "INFO"
+    if not (is_worse or clears):
+        return joined, False
+    if finding.explanation is None or not (clears or is_worse):
+        return replace(joined, level=finding.level), True
+    worse = finding.level if is_worse else incident.level
+    told = replace(
+        joined, level=worse, kind=finding.kind, title=finding.title, found_step=finding.step, fact=finding.fact,
+        layers=finding.layers or incident.layers, values=finding.values, rank=finding.rank,
+    )  # fmt: skip
+    return _explained(told, finding.explanation), True
+
+
+def _clears(incident: Incident, explanation: Explanation | None) -> bool:
+    """Whether this explanation decides what was open: no cause, or two."""
+    if explanation is None or explanation.rival is not None:
+        return False
+    if not incident.cause:
+        return True
+    return bool(incident.rival) and explanation.cause.name in (incident.cause, incident.rival)
+
+
+def _new(finding: Finding) -> Incident:
+    found = Incident(
+        kind=finding.kind, title=finding.title, level=finding.level, first_step=finding.since or finding.step,
+        found_step=finding.step, last_step=finding.step, fact=finding.fact, unmeasured_from=finding.unmeasured_from,
+        layers=finding.layers, values=finding.values, kinds=(finding.kind,), rank=finding.rank,
+    )  # fmt: skip
+    return found if finding.explanation is None else _explained(found, finding.explanation)
+
+
+def _explained(incident: Incident, explanation: Explanation) -> Incident:
+    cause, rival = explanation.cause, explanation.rival
+    remedy = cause.remedy if rival is None else f"{cause.remedy}; if that changes nothing, {rival.remedy}"
+    return replace(
+        incident, cause=cause.name, cause_text=cause.text, rival="" if rival is None else rival.name,
+        rival_text="" if rival is None else rival.text, evidence=explanation.shows, advice=cause.advice, remedy=remedy,
+    )  # fmt: skip
