@@ -144,16 +144,14 @@ class Evidence:
     @derived
     def alike(self) -> bool:
         """Whether all parameters have grown by one factor."""
-        before_P = self.past.w_P.newest(self.structure.names)
-        change_P = (self.f.w_P - before_P)[self.f.sizes_P >= 16]
+        change_P = (self.f.w_P - self.f.w_before_P)[self.f.sizes_P >= 16]
         change_P = change_P[np.isfinite(change_P)]
         return bool(change_P.size > 2 and np.ptp(change_P) < 0.1 * abs(change_P.min()) and change_P.min() > 0.01)
 
     @derived
     def one_moved(self) -> float:
         """Change of the log norm of the parameter that changed most in the update before, beyond the typical one."""
-        before_P = self.past.w_P.newest(self.structure.names)
-        change_P = np.abs(np.nan_to_num(self.f.w_P - before_P))
+        change_P = np.abs(np.nan_to_num(self.f.w_P - self.f.w_before_P))
         return float(change_P.max() - np.median(change_P)) if change_P.size > 1 else 0.0
 
     # The loss
@@ -242,7 +240,7 @@ class Evidence:
     def broken_where_zero(self) -> bool:
         """Whether parameters are not finite exactly where the gradient before was 0: 0 / 0 in the optimizer."""
         broken_P = self.f.rows_PC[:, Column.PARAM_NUM_NONFINITE]
-        zeros_P = self.past.zeros_P.newest(self.structure.names)
+        zeros_P = self.past.rows.back(Column.NUM_ZERO, self.structure.names)
         return self.f.is_broken and bool((broken_P == zeros_P)[self.f.broken_P].all())
 
     @derived
@@ -319,7 +317,7 @@ class Evidence:
     def scatter_before_norm(self) -> float:
         """Median log change from sample to sample before the last batch norm, less the largest after it."""
         norms = [place for place, name in enumerate(self.structure.class_L) if "BatchNorm" in name]
-        rows = self.past.g_L.of(self.structure.modules.names)
+        rows = self.f.g_before(64)
         if not norms or not norms[-1] or len(rows) < 8:
             return math.nan
         with np.errstate(invalid="ignore"):
@@ -345,7 +343,7 @@ class Evidence:
     @derived
     def dead_from_start(self) -> bool:
         """Whether the modules concerned were dead from the first sample on."""
-        rows = self.past.dead_L.of(self.structure.modules.names)
+        rows = self.f.dead_before(64)
         if not len(rows) or not self.modules:
             return self.past.num_seen == 0
         return self.past.num_seen <= len(rows) and bool((rows[0][self.modules] >= 0.9).all())
@@ -353,7 +351,7 @@ class Evidence:
     @derived
     def died_slowly(self) -> bool:
         """Whether units died one after the other."""
-        rows = self.past.dead_L.of(self.structure.modules.names)[:, self.modules]
+        rows = self.f.dead_before(64)[:, self.modules]
         if len(rows) < 3:
             return False
         steps = np.diff(np.concatenate([rows, self.f.dead_L[None, self.modules]]), axis=0)

@@ -31,7 +31,8 @@ SMALL: Final = 0.005  # share of the parameters' norm below which a gradient cou
 EARLY: Final = 20  # first steps, in which adaptive optimizers move parameters far
 _NEWEST: Final = 4  # losses whose median is the present level
 _LEVEL: Final = 16  # losses, or norms of a parameter, that define the level before
-_FULL_BATCH: Final = 3  # samples
+_UPDATES: Final = 8  # newest updates in which weights may shrink
+_NOTICED: Final = 0.01  # smallest change of a log norm per step that is looked at
 
 
 Streak = tuple[FloatArray, FloatArray, FloatArray]
@@ -62,6 +63,7 @@ class Run(Remembers):
         self.num_skipped = 0  # in a row
         self.num_repeated = self.num_varied = 0  # samples in a row with repeated inputs; samples with new ones
         self.came_step = -(10**9)  # the step at which parameters got a gradient that had none before
+        self.num_jumping = 0  # samples in a row in which a single gradient is far above its usual size
         self.was_broken = False
         self.has_stepped = False
 
@@ -274,29 +276,51 @@ class Facts:
         return _second(self.last("moved", self.moved, 5))
 
     @derived
-    def change_P(self) -> FloatArray:
-        """Growth of each weight's log norm per step: [P]; NaN for other parameters.
+    def w_before_P(self) -> FloatArray:
+        """Log norms of the parameters in the sample before: [P]."""
+        return _half_log(self.past.rows.back(Column.PARAM_SUM_SQ, self.structure.names))
+
+    @derived
+    def is_moving(self) -> bool:
+        """Whether any parameter's norm has changed noticeably since the sample before."""
+        before_P = self.past.rows.back(Column.PARAM_SUM_SQ, self.structure.names)
+        change_P = np.abs(self.rows_PC[:, Column.PARAM_SUM_SQ] - before_P)
+        return bool(np.count_nonzero(change_P > 2 * _NOTICED * self.gap * before_P))
+
+    @derived
+    def changes_NP(self) -> FloatArray:
+        """Growth of each weight's log norm per step, by each of the newest updates, this sample's last: [N, P].
 
         A weight that begins at or near 0 may grow at any speed to a typical size, or to one that preserves a signal.
+        NaN for parameters that are no weights.
         """
-        before_P = self.past.w_P.newest(self.structure.names)
+        names, steps = self.structure.names, self.past.scalars["step"]
+        squares_NP = self.past.rows.column(Column.PARAM_SUM_SQ, names, _UPDATES)
+        steps_N = np.array([*steps[-len(squares_NP) :], self.step][-len(squares_NP) - 1 :])
+        w_NP = _half_log(np.concatenate([squares_NP, self.rows_PC[None, :, Column.PARAM_SUM_SQ]]))
+        gaps_N1 = np.maximum(np.diff(steps_N), 1.0)[:, None]
         with np.errstate(invalid="ignore", divide="ignore"):
             typical = self.weights - 0.5 * math.log(max(self.num_elements, 1.0))
             floor_P = np.fmax(typical, -0.25 * np.log(self.sizes_P) - X2) + 0.5 * np.log(self.sizes_P)
-            grown_P = (np.fmax(self.w_P, floor_P) - np.fmax(before_P, floor_P)) / self.gap
-            shrunk_P = (self.w_P - before_P) / self.gap
-        change_P = np.where(shrunk_P < 0, shrunk_P, grown_P)
-        return np.where(self.is_weight_P, change_P, np.nan)
+            shrunk_NP, grown_NP = np.diff(w_NP, axis=0), np.diff(np.fmax(w_NP, floor_P), axis=0)
+            changes_NP = np.where(shrunk_NP < 0, shrunk_NP, grown_NP) / gaps_N1
+        return np.where(self.is_weight_P, changes_NP, np.nan)
+
+    @derived
+    def change_P(self) -> FloatArray:
+        """Growth of each weight's log norm per step since the sample before: [P]."""
+        known = self.changes_NP
+        return known[-1] if len(known) else np.full(len(self.structure.names), np.nan)
 
     @derived
     def grows(self) -> float:
-        """Largest growth of a weight's log norm per step."""
-        return _largest(self.change_P)
+        """Largest growth of a weight's log norm per step; 0 where none has changed noticeably."""
+        return _largest(self.change_P) if self.num_before and self.is_moving else 0.0
 
     @derived
     def grew_twice_P(self) -> FloatArray:
-        """Second largest growth of each weight in the newest five samples: [P]."""
-        rows = np.concatenate([self.past.change_P.of(self.structure.names, 4), self.change_P[None]])
+        """Second largest growth of each weight in the newest five updates: [P]."""
+        rows = self.changes_NP[-5:]
         if len(rows) < 2:
             return np.full(len(self.structure.names), np.nan)
         second_P: FloatArray = np.sort(np.nan_to_num(rows, nan=-1.0), axis=0)[-2]
@@ -304,7 +328,7 @@ class Facts:
 
     @derived
     def grows_twice(self) -> float:
-        """Second largest growth of a weight in five samples; 0 where no weight grows noticeably now."""
+        """Second largest growth of a weight in five updates; 0 where no weight grows noticeably."""
         noticed = max([self.grows, *self.before("grows", 4)], default=0.0)
         return _largest(self.grew_twice_P) if noticed > 0.05 else 0.0
 
@@ -315,15 +339,14 @@ class Facts:
 
     @derived
     def shrinks_P(self) -> FloatArray:
-        """The weakest change of each weight in the newest eight samples: [P], below 0 where it shrinks in all."""
-        rows = np.concatenate([self.past.change_P.of(self.structure.names, 7), self.change_P[None]])
-        return np.fmax.reduce(rows, axis=0) if len(rows) == 8 else np.full(rows.shape[1], np.nan)
+        """The weakest change of each weight by the newest eight updates: [P], below 0 where it shrinks in all."""
+        rows = self.changes_NP if self.num_before >= _UPDATES and self.is_moving else np.zeros((0, 0))
+        return np.fmax.reduce(rows, axis=0) if len(rows) == _UPDATES else np.full(len(self.structure.names), np.nan)
 
     @derived
     def lost_P(self) -> FloatArray:
-        """Change of each weight's log norm over the newest eight samples: [P]."""
-        rows = self.past.w_P.of(self.structure.names, 8)
-        return self.w_P - rows[0] if len(rows) == 8 else np.full(len(self.structure.names), np.nan)
+        """Change of each weight's log norm over the newest eight updates: [P]."""
+        return self.w_P - _half_log(self.past.rows.back(Column.PARAM_SUM_SQ, self.structure.names, _UPDATES))
 
     @derived
     def left(self) -> float:
@@ -480,8 +503,8 @@ class Facts:
     @derived
     def rise_P(self) -> FloatArray:
         """Log of each gradient norm / its median before: [P]."""
-        before = self.past.g_P.of(self.structure.names)
-        return self.g_P - _nan_median(before) if len(before) >= 3 else np.full(len(self.g_P), np.nan)
+        squares = self.past.rows.column(Column.GRAD_SUM_SQ, self.structure.names, _LEVEL)
+        return self.g_P - _nan_median(_half_log(squares)) if len(squares) >= 3 else np.full(len(self.g_P), np.nan)
 
     @derived
     def share_P(self) -> FloatArray:
@@ -493,7 +516,26 @@ class Facts:
         """Share of each module's units without a gradient: [L]; NaN where it is missing."""
         if not self.norm > 0:
             return np.full(len(self.structure.modules.names), np.nan)
-        return dead_units(self.structure.names, self.snapshot.dead_ratio[[self.place]])[0]
+        return dead_units(self.structure.names, _dead_share(self.rows_PC[None]))[0]
+
+    @derived
+    def is_any_dead(self) -> bool:
+        """Whether at least half of a parameter's elements have no gradient."""
+        return bool(np.count_nonzero(self.rows_PC[:, Column.NUM_DEAD] >= 0.5 * self.rows_PC[:, Column.NUM_ELEMENTS]))
+
+    def dead_before(self, newest: int) -> FloatArray:
+        """Share of each module's units without a gradient in the newest samples before: [N, L]."""
+        names = self.structure.names
+        dead, size = (self.past.rows.column(c, names, newest) for c in (Column.NUM_DEAD, Column.NUM_ELEMENTS))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            shares = dead / size
+        return dead_units(names, shares) if len(shares) else np.full((0, len(self.structure.modules.names)), np.nan)
+
+    def g_before(self, newest: int) -> FloatArray:
+        """Log gradient norm of each module in the newest samples before: [N, L]."""
+        modules = self.structure.modules
+        squares = np.nan_to_num(self.past.rows.column(Column.GRAD_SUM_SQ, self.structure.names, newest))
+        return _half_log(np.add.reduceat(squares[:, modules.order], modules.starts, axis=1))
 
     @derived
     def is_empty_L(self) -> BoolArray:
@@ -519,15 +561,27 @@ class Facts:
     @derived
     def rise_L(self) -> FloatArray:
         """Log of each module's gradient norm / its median before: [L]."""
-        before = self.past.g_L.of(self.structure.modules.names, _LEVEL)
+        before = self.g_before(_LEVEL)
         return self.g_L - _nan_median(before) if len(before) >= 3 else np.full(len(self.g_L), np.nan)
+
+    @derived
+    def has_fallen(self) -> bool:
+        """Whether a parameter's gradient is below a fiftieth of that of five samples ago."""
+        before_P = self.past.rows.back(Column.GRAD_SUM_SQ, self.structure.names, 5)
+        return bool(np.count_nonzero(self.rows_PC[:, Column.GRAD_SUM_SQ] * 50.0**2 < before_P))
+
+    @derived
+    def spread(self) -> float:
+        """Log of the largest gradient norm of a parameter / the smallest that is not 0."""
+        g_P = self.g_P
+        return float(np.fmax.reduce(g_P) - np.fmin.reduce(g_P)) if len(g_P) else math.nan
 
     @derived
     def fell_L(self) -> FloatArray:
         """Log of the smallest norm before / the largest of the newest five, of each module: [L]."""
-        before = self.past.g_L.of(self.structure.modules.names)
-        if len(before) < 25:
-            return np.full(len(self.g_L), np.nan)
+        if self.num_before < 25 or not self.has_fallen:
+            return np.full(len(self.structure.modules.names), np.nan)
+        before = self.g_before(64)
         newest = np.concatenate([before[-4:], self.g_L[None]])
         lowest: FloatArray = np.min(before[:-4], axis=0) - np.max(newest, axis=0)
         return lowest
@@ -535,6 +589,8 @@ class Facts:
     @derived
     def depth(self) -> float:
         """Log of the last layer's gradient norm / the first layer's, on a line, if the norms are in order; else 0."""
+        if not self.spread > X5:
+            return 0.0
         with np.errstate(over="ignore"):
             norms_L = np.exp(np.clip(self.g_L, -700, 700))
         trend = trend_of(self.structure.modules.names, norms_L)
@@ -623,11 +679,9 @@ class Facts:
     @derived
     def same_P(self) -> BoolArray:
         """Parameters whose norm has the same bits as in the sample before, although an update was made: [P]."""
-        before_P = self.past.w_P.newest(self.structure.names)
-        moved_P = self.per_parameter("weight_moved")
-        same_P: BoolArray = (self.w_P == before_P) & ~(moved_P > 0)
-        zero_P = (self.rows_PC[:, Column.PARAM_SUM_SQ] == 0) & (self.num_before > 0) & np.isnan(before_P)
-        return same_P | zero_P
+        before_P = self.past.rows.back(Column.PARAM_SUM_SQ, self.structure.names)
+        same_P: BoolArray = self.rows_PC[:, Column.PARAM_SUM_SQ] == before_P
+        return same_P & ~(self.per_parameter("weight_moved") > 0) if np.count_nonzero(same_P) else same_P
 
     @derived
     def is_still(self) -> bool:
@@ -671,6 +725,13 @@ class Facts:
             "growth": self.of_weights,
             "shrinkage": self.left,
         }
+
+
+def _dead_share(rows_SPC: FloatArray) -> FloatArray:
+    """Share of the finite elements without a gradient: [S, P]; NaN where none is finite."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share: FloatArray = rows_SPC[..., Column.NUM_DEAD] / rows_SPC[..., Column.NUM_ELEMENTS]
+    return share
 
 
 def where(mask: npt.NDArray[np.bool_]) -> list[int]:

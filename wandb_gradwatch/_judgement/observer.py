@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._analysis.memory import PerKind
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import Column
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
 from .facts import Facts, Run
@@ -79,15 +79,16 @@ class Observer:
         trainable_P = facts.present_P | missing_P
         facts.missing = run.missing.see(names, missing_P, trainable_P)
         if not facts.sample.skipped and facts.num_before and facts.sample.norm > 0:
-            still_P = facts.same_P & facts.present_P
-            facts.still = run.still.see(names, still_P, facts.present_P)
-        modules = facts.structure.modules.names
+            facts.still = run.still.see(names, facts.same_P & facts.present_P, facts.present_P)
+        modules, past = facts.structure.modules.names, facts.past
+        if not facts.is_any_dead:  # the usual case
+            past.dead.end(modules, 1)
+            past.cut.end(modules, 1)
+            return
         dead_L = facts.dead_L
         seen_L = ~np.isnan(dead_L)
-        past = facts.past
         facts.dead = past.dead.see(modules, seen_L & (dead_L >= 0.9), seen_L)
-        empty_L = facts.feeds_nothing_L if bool((dead_L == 1).any()) else np.zeros(len(modules), dtype=bool)
-        facts.cut = past.cut.see(modules, empty_L, seen_L)
+        facts.cut = past.cut.see(modules, facts.feeds_nothing_L & seen_L, seen_L)
 
     def _count_gradients(self, facts: Facts) -> None:
         run = self.run
@@ -101,8 +102,8 @@ class Observer:
         run.num_varied += repeated == 0
         run.num_repeated = run.num_repeated + 1 if repeated == 1 else 0
         if run.num_samples > 1 and facts.num_before:
-            before_P = facts.past.g_P.newest(facts.structure.names)
-            if (facts.present_P & np.isnan(before_P) & (facts.sample.norm > 0)).any():
+            before_P = facts.past.rows.back(Column.NUM_ELEMENTS, facts.structure.names)
+            if facts.sample.norm > 0 and np.count_nonzero(facts.present_P & np.isnan(before_P)):
                 run.came_step = facts.step
 
     def _remember(self, facts: Facts) -> None:
@@ -112,12 +113,7 @@ class Observer:
         if facts.skipped or facts.is_empty or bool(facts.snapshot.inferred[facts.place]):
             return
         past.add(facts.scalars())
-        past.g_P.add(names, facts.g_P)
-        past.w_P.add(names, _kept(facts.w_P, past.w_P.newest(names)))
-        past.change_P.add(names, facts.change_P)
-        past.zeros_P.add(names, facts.rows_PC[:, Column.NUM_ZERO])
-        past.dead_L.add(facts.structure.modules.names, facts.dead_L)
-        past.g_L.add(facts.structure.modules.names, facts.g_L)
+        past.rows.add(names, facts.rows_PC)
 
     def state_dict(self) -> dict[str, Any]:
         return {"run": self.run.state_dict(), "kinds": self._kinds.state_dict(), "next_step": self._next_step}
@@ -127,7 +123,3 @@ class Observer:
         self._kinds.load_state_dict(state["kinds"])
         self._next_step = int(state["next_step"])
 
-
-def _kept(now_P: FloatArray, before_P: FloatArray) -> FloatArray:
-    """The newest known values: [P]."""
-    return np.where(np.isnan(now_P), before_P, now_P)

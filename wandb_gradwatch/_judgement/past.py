@@ -11,12 +11,12 @@ import numpy as np
 
 from .._analysis.baseline import evenly_apart
 from .._analysis.memory import Remembers, Streaks
-from .._measure.columns import FloatArray
+from .._measure.columns import NUM_COLUMNS, FloatArray
 
-# N remembered samples, P names
+# N remembered samples, P watched parameters, C columns
 
 WINDOW: Final = 64  # samples that define what is usual
-ROWS: Final = 16  # samples of which every parameter is remembered
+SAVED: Final = 16  # samples whose rows a saved state contains
 _FIRST: Final = 5  # norms of a run's beginning, which are forgotten when as many have followed
 _FADING: Final = math.log(2) / 100  # of the log record per sample: an old norm excuses nothing
 
@@ -28,39 +28,44 @@ SCALARS: Final = (
 
 
 class Rows:
-    """The newest rows of numbers, each with the names of its columns."""
+    """The rows of the newest samples: [P, C] each, with the names of their parameters."""
 
-    def __init__(self, most: int) -> None:
-        self._rows: deque[tuple[tuple[str, ...], FloatArray]] = deque(maxlen=most)
+    def __init__(self) -> None:
+        self._rows: deque[tuple[tuple[str, ...], FloatArray]] = deque(maxlen=WINDOW)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, names: tuple[str, ...], values_P: FloatArray) -> None:
-        self._rows.append((names, values_P))
+    def add(self, names: tuple[str, ...], rows_PC: FloatArray) -> None:
+        """Keep the rows of a sample, which must not change later."""
+        self._rows.append((names, rows_PC))
 
-    def of(self, names: tuple[str, ...], newest: int = WINDOW) -> FloatArray:
-        """The newest rows, oldest first: [N, P]; NaN for names that a row lacks."""
+    def column(self, column: int, names: tuple[str, ...], newest: int = WINDOW) -> FloatArray:
+        """One column of the newest samples, oldest first: [N, P]; NaN for names that a sample lacks."""
         rows = list(self._rows)[-newest:]
         if not rows:
             return np.full((0, len(names)), np.nan)
-        return np.array([values if own is names or own == names else _placed(own, values, names) for own, values in rows])
+        same = all([own is names or own == names for own, _ in rows])
+        if same:
+            return np.array([rows_PC[:, column] for _, rows_PC in rows])
+        return np.array([_placed(own, rows_PC[:, column], names) for own, rows_PC in rows])
 
-    def newest(self, names: tuple[str, ...]) -> FloatArray:
-        """The newest row: [P]; NaN where it is not known."""
-        if not self._rows:
+    def back(self, column: int, names: tuple[str, ...], samples: int = 1) -> FloatArray:
+        """One column of so many samples ago: [P]; NaN if it is not known."""
+        if len(self._rows) < samples:
             return np.full(len(names), np.nan)
-        own, values = self._rows[-1]
-        return values if own is names or own == names else _placed(own, values, names)
+        own, rows_PC = self._rows[-samples]
+        values_P: FloatArray = rows_PC[:, column]
+        return values_P if own is names or own == names else _placed(own, values_P, names)
 
     def state_dict(self) -> list[Any]:
-        return [[list(names), values.tolist()] for names, values in self._rows]
+        return [[list(names), rows_PC.tolist()] for names, rows_PC in list(self._rows)[-SAVED:]]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
-        loaded = [(tuple(map(str, names)), np.array(values, dtype=np.float64)) for names, values in state]
-        if any(values.shape != (len(names),) for names, values in loaded):
+        loaded = [(tuple(map(str, names)), np.array(rows, dtype=np.float64)) for names, rows in state]
+        if any(rows_PC.shape != (len(names), NUM_COLUMNS) for names, rows_PC in loaded):
             raise ValueError("the rows of earlier samples do not fit their names")
-        self._rows = deque(loaded, self._rows.maxlen)
+        self._rows = deque(loaded, WINDOW)
 
 
 def _placed(own: tuple[str, ...], values: FloatArray, names: tuple[str, ...]) -> FloatArray:
@@ -73,9 +78,7 @@ class Past(Remembers):
 
     def __init__(self) -> None:
         self.scalars: dict[str, list[float]] = {name: [] for name in SCALARS}
-        self.g_P, self.w_P, self.change_P = Rows(ROWS), Rows(ROWS), Rows(ROWS)  # log norms, and changes per step
-        self.zeros_P = Rows(1)  # numbers of elements that are 0
-        self.dead_L, self.g_L = Rows(WINDOW), Rows(WINDOW)  # shares of dead units, and log norms
+        self.rows = Rows()
         self.num_seen = 0  # samples
         self.record = -math.inf  # the largest log norm so far; it fades
         self.largest = -math.inf  # the largest log norm of all

@@ -100,6 +100,8 @@ def _passed(facts: Facts) -> bool:
 
 def _faint_P(facts: Facts) -> BoolArray:
     """Weights whose gradient is a ten-millionth of the largest one, and of themselves."""
+    if not facts.spread > -math.log(TINY):
+        return np.zeros(0, dtype=bool)
     own_P = facts.g_P - facts.w_P
     faint_P: BoolArray = (facts.share_P < math.log(TINY)) & (own_P < math.log(NOTHING)) & facts.is_weight_P
     return faint_P if not facts.is_held_up else np.zeros_like(faint_P)
@@ -107,8 +109,8 @@ def _faint_P(facts: Facts) -> BoolArray:
 
 def _silent_L(facts: Facts) -> BoolArray:
     """Modules that have fallen to a hundredth at once, while the whole has not."""
-    if facts.seen < LONG or facts.fell > X10:
-        return np.zeros(len(facts.g_L), dtype=bool)
+    if facts.seen < LONG or not facts.has_fallen or facts.fell > X10:
+        return np.zeros(0, dtype=bool)
     silent_L: BoolArray = facts.fell_L > X100 + X2
     return silent_L
 
@@ -121,7 +123,7 @@ def _is_layer_L(facts: Facts) -> BoolArray:
 
 def _varies_L(facts: Facts, samples: int = SURE) -> BoolArray:
     """Modules whose share of dead units varies: not the same units are dead."""
-    rows = np.concatenate([facts.past.dead_L.of(facts.structure.modules.names, samples - 1), facts.dead_L[None]])
+    rows = np.concatenate([facts.dead_before(samples - 1), facts.dead_L[None]])
     with np.errstate(invalid="ignore"):
         varies_L: BoolArray = ~(np.ptp(rows, axis=0) < MOVED)
     return varies_L
@@ -146,13 +148,10 @@ def _cut_L(facts: Facts) -> BoolArray:
 
 def _died_L(facts: Facts) -> BoolArray:
     """Modules half of whose units have died at once."""
-    names = facts.structure.modules.names
-    none = np.zeros(len(names), dtype=bool)
-    if not (np.nan_to_num(facts.dead_L) >= 0.5).any():
+    none = np.zeros(len(facts.structure.modules.names), dtype=bool)
+    if not facts.is_any_dead or not (np.nan_to_num(facts.dead_L) >= 0.5).any() or facts.num_before < SURE:
         return none
-    rows = facts.past.dead_L.of(names)
-    if len(rows) < SURE:
-        return none
+    rows = facts.dead_before(64)
     newest = np.concatenate([rows[-SOON:], facts.dead_L[None]])
     with np.errstate(invalid="ignore"):
         low_L, most_L = np.min(newest, axis=0), np.max(rows[:-SOON], axis=0)
@@ -163,8 +162,8 @@ def _died_L(facts: Facts) -> BoolArray:
 
 def _emptied_L(facts: Facts) -> BoolArray:
     """Modules whose inputs are all 0."""
-    if not facts.norm > 0:
-        return np.zeros(len(facts.structure.modules.names), dtype=bool)
+    if not facts.norm > 0 or not facts.is_any_dead:
+        return np.zeros(0, dtype=bool)
     return facts.is_empty_L
 
 
@@ -277,11 +276,17 @@ def _jumping_P(facts: Facts) -> BoolArray:
     none = np.zeros(len(facts.structure.names), dtype=bool)
     if facts.num_before < SURE or not facts.loss_is_usual or facts.moved > MOVED:
         return none
+    before_P = facts.past.rows.back(Column.GRAD_SUM_SQ, facts.structure.names)
+    if not np.count_nonzero(facts.rows_PC[:, Column.GRAD_SUM_SQ] > 100 * before_P) and not facts.run.num_jumping:
+        return none
     rise_P = facts.rise_P
     high_P: BoolArray = (rise_P > X30) & facts.is_weight_P & ~facts.structure.is_embedding_P
     others = np.abs(rise_P[facts.is_weight_P & ~high_P])
-    if not high_P.any() or not others.size or not np.nanmedian(others) < X2:
+    others = others[np.isfinite(others)]
+    facts.run.num_jumping = 0
+    if not high_P.any() or not others.size or not np.median(others) < X2:
         return none
+    facts.run.num_jumping = 1
     return high_P
 
 
@@ -293,15 +298,17 @@ def _grew_P(facts: Facts) -> BoolArray:
 
 
 def _halved_P(facts: Facts) -> BoolArray:
-    if not _is_large(facts):
+    if not (_is_large(facts) and facts.is_moving):
         return np.zeros(0, dtype=bool)
     halved_P: BoolArray = (facts.shrinks_P < -SHRUNK) & (facts.lost_P < -X2)
     return halved_P
 
 
 def _most_shrink(facts: Facts) -> bool:
+    if not (_is_large(facts) and facts.is_moving):
+        return False
     known_P = facts.shrinks_P[np.isfinite(facts.shrinks_P)]
-    return bool(known_P.size and np.median(known_P) < -SHRUNK) and _is_large(facts)
+    return bool(known_P.size and np.median(known_P) < -SHRUNK)
 
 
 def _rises_for_long(facts: Facts) -> bool:
