@@ -137,6 +137,8 @@ class Measurer:
                     histogram=histogram,
                     backend=self._config.backend,
                 )
+                if self._parts.schedule.is_sampled and not self._parts.merges_ranks:
+                    self._window.write_witnesses(slots, gradients, theirs)
             self._window.write(slots, measurement)
             self._seen.remember(slots, held)
             if any_scaler:

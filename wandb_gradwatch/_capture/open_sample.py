@@ -39,6 +39,8 @@ class OpenSample:
         self._parts.schedule.open()
         self._forget_gradients()
         self.was_reset, self.is_inferred, self._learning_rate = False, False, math.nan
+        self._parts.forward_facts.begin(is_sampled=self._parts.schedule.is_sampled)
+        self._parts.group_facts.forget()
         if self._parts.probes.active:
             self._parts.probes.tell(Probe.start, self._parts.schedule.is_sampled, self._parts.schedule.has_histogram)
 
@@ -328,9 +330,11 @@ class OpenSample:
         self._parts.clock.marked |= present
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Record the learning rate and tell the probes: the optimizer is about to update its parameters."""
+        """Record what its groups say and tell the probes: the optimizer is about to update its parameters."""
         if not self._parts.rows_are_read:
             return
+        if self._parts.schedule.is_sampled:
+            self._parts.group_facts.see(optimizer)
         rate = learning_rate_of(optimizer)
         if not abs(rate) <= abs(self._learning_rate) and not math.isnan(rate):
             self._learning_rate = rate
@@ -388,14 +392,19 @@ class OpenSample:
                 parts.optimizers.left_out.update(closed.marked.intersection(not_stepped))
             parts.wiring.sample_closed(closed.marked)
         loss = parts.loss.take()
-        found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss
+        found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss | parts.forward_facts.take()
         if parts.guard is not None:
             found |= parts.guard.take()
         if self.is_inferred:
             found[keys.INFERRED] = 1.0
         seen = (self._compared, self._compared_early, self.by_torch, self._measurer.eps)
-        every, rate = closed.step - parts.schedule.last_sample, self._learning_rate
-        parts.window.commit(Sample(closed.step, closed.skipped, updated, *seen, every, learning_rate=rate), found)
+        sample = Sample(
+            *(closed.step, closed.skipped, updated, *seen),
+            every=closed.step - parts.schedule.last_sample,
+            learning_rate=self._learning_rate,
+            of_parameters=parts.group_facts.take(parts.optimizers.names()),
+        )
+        parts.window.commit(sample, found)
 
     def leave_out_what_was_reset(self, *, has_accumulated: bool = False, is_last: bool = False) -> None:
         """Commit a left-out sample if gradients were reset before an optimizer used them: the loop may skip steps.
@@ -411,7 +420,7 @@ class OpenSample:
             return
         if parts.schedule.is_sampled:
             sample = Sample(parts.clock.open_step, skipped=True, updated=(), left_out=True)
-            parts.window.commit(sample, parts.loss.take())
+            parts.window.commit(sample, parts.loss.take() | parts.forward_facts.take())
         else:
             parts.window.discard()
         self._forget_gradients()

@@ -38,6 +38,7 @@ class ParameterRegistry:
 
     def __init__(self, models: Models, *, include: NameFilter | None = None, exclude: NameFilter | None = None) -> None:
         self._models = [(prefix, weakref.ref(unwrapped(model))) for prefix, model in with_prefixes(models)]
+        self._roots = [weakref.ref(model) for _, model in with_prefixes(models)]
         self._include = name_predicate(include, "include")
         self._exclude = name_predicate(exclude, "exclude")
         self.prefix = ""  # of every name; include and exclude match names without it
@@ -70,6 +71,10 @@ class ParameterRegistry:
     def models(self) -> list[nn.Module]:
         """Return the models that still exist, without wrappers such as DDP around a whole model."""
         return [model for _, reference in self._models if (model := reference()) is not None]
+
+    def roots(self) -> list[nn.Module]:
+        """Return the modules that were passed to watch() and still exist, with their wrappers."""
+        return [model for reference in self._roots if (model := reference()) is not None]
 
     def parts(self) -> dict[str, list[int]]:
         """Return the slots of each model by its prefix; {} for a single model."""

@@ -18,7 +18,9 @@ from .._runtime.sharding import Shards, fsdp1_flat_parameters
 from .._transfer.sample_buffer import SampleBuffer
 from .by_hand import UpdatesByHand
 from .cadence import Budget, Cadence
+from .forward_facts import ForwardFacts
 from .gradient_versions import GradientVersions, mark_as_older_than_its_hook, was_seen
+from .group_facts import GroupFacts
 from .hooks import NO_SLOT, BackwardHooks
 from .loss import SampleLoss
 from .optimizer_registry import OptimizerRegistry
@@ -74,6 +76,8 @@ class CaptureParts:
         self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
         self.probes = Probes(config.probes)
         self.loss = SampleLoss()
+        self.forward_facts = ForwardFacts(self.clock, config.backend)
+        self.group_facts = GroupFacts(registry)
         self.wiring = Wiring(registry, self.optimizers, self.clock, notices)
         self.last_node = -1  # number of autograd nodes that had been made at the last step
         self.replay: StepReplay | None = None  # runs a step with NaN or Inf a second time
@@ -85,6 +89,11 @@ class CaptureParts:
     def merges_ranks(self) -> bool:
         """Whether windows are merged over the ranks; the same on every rank."""
         return self.shards.any or self.probes.need_ranks
+
+    def settle(self) -> None:
+        """Move what is pending to the open sample, because a backward has ended or an optimizer is about to step."""
+        self.loss.settle()
+        self.forward_facts.settle()
 
     def optimizer_found(self) -> None:
         """Take back updates that were inferred without an optimizer: one steps now, or the user calls mark_step()."""

@@ -94,6 +94,7 @@ class Sampler(Listener):
         entries = self.parts.follow()
         if self._guard is not None:
             take_over_votes(parameter for _, parameter in entries)
+        self.parts.forward_facts.start(self.parts.registry.roots())
         self._sample.begin()
         SCALERS.subscribe(self)
         SCHEDULES.subscribe(self)
@@ -115,6 +116,7 @@ class Sampler(Listener):
                 self._guard.release()
             STEP_HOOKS.unsubscribe(self._guard)  # if the monitor has failed, it votes
         self.parts.probes.close()
+        self.parts.forward_facts.remove()
 
     def _arrived(self, slot: int, parameter: Tensor) -> None:
         if self.parts.is_measured and (self._by_hand.inside_backward or self.parts.probes.look_inside):
@@ -173,9 +175,10 @@ class Sampler(Listener):
     def _see_loss(self) -> None:
         """Add the loss that the current backward was called on."""
         loss, scale = self.parts.loss, self.parts.loss_scale
-        loss.settle()
+        self.parts.settle()
         scale.forget()
         if self.parts.rows_are_read and (root := backward_root()) is not None:
+            self.parts.forward_facts.see_loss(root)
             loss.see(root, scale.of_backward(root.device, self._hooks.reached), of_all=scale.is_given)
 
     def _gradients_complete(self, *, of_schedule: bool = False) -> None:
@@ -285,7 +288,7 @@ class Sampler(Listener):
             self._sample.mark_present(entries)
             if not self.parts.is_measured:  # a measured step must not take them for what a backward has left
                 self.parts.seen.note(entries)
-        self.parts.loss.settle()
+        self.parts.settle()
         if self.parts.is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
             self._sample.follow_update(optimizer, changes_gradients=not is_torchs(type(optimizer).step))
@@ -366,7 +369,7 @@ class Sampler(Listener):
                 self.parts.replay.step_skipped(self._clock.open_step)
             key = self.parts.optimizers.key(optimizer)
             self._commit(self._clock.step_begins(key))
-            self.parts.loss.settle()
+            self.parts.settle()
             if self._clock.is_late(key) and self.parts.joins_silently(optimizer, key):
                 self._clock.join(key)
             else:
@@ -412,7 +415,7 @@ class Sampler(Listener):
             return
         self.end_counting()
         self.parts.optimizer_found()
-        self.parts.loss.settle()
+        self.parts.settle()
         self._sample.updated_by_hand(self.parts.registry.scan())
         self._commit(self._clock.update())
         if current_graph_task() == -1 and rest.begins_after(mark=True):
@@ -490,7 +493,8 @@ class Sampler(Listener):
 
     def _account(self) -> tuple[float, float, float]:
         """Return the seconds spent, and those of the host and of the device alone."""
-        host, device = self._boundary.seconds_spent + self.parts.probes.seconds_spent, self._measurer.timer.seconds()
+        in_hooks = self.parts.probes.seconds_spent + self.parts.forward_facts.seconds_spent
+        host, device = self._boundary.seconds_spent + in_hooks, self._measurer.timer.seconds()
         if self.counter is not None:
             host += self.counter.seconds_spent
         spent, last_host, last_device = self._settled

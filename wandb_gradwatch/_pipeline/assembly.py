@@ -14,7 +14,7 @@ from .._measure.probe_values import merge_histograms
 from .._transfer.transfers import ArrivedFlush, ArrivedSample, Names
 from ..snapshot import Snapshot, keys
 
-# S samples in the window, P watched parameters
+# S samples in the window, P watched parameters, F facts per parameter
 
 Number = TypeVar("Number", np.float64, np.int64, np.bool_)
 NO_HISTOGRAM: Final = ArrivedFlush(None, ())
@@ -37,7 +37,17 @@ def snapshot_of(
         metrics=_stacked([one.metrics for one in samples]),
         overhead_ratio=overhead_ratio,
         metric_histograms=merge_histograms(one.histograms for one in samples),
+        per_parameter=_per_parameter(samples, num_names),
     )
+
+
+def _per_parameter(samples: Sequence[ArrivedSample], num_names: int) -> dict[str, FloatArray]:
+    """The facts of each parameter by name, each [S, P]; {} if no sample has any."""
+    if all(one.facts is None for one in samples):
+        return {}
+    unknown_PF: FloatArray = np.full((num_names, len(keys.PARAMETER_FACTS)), np.nan)
+    facts_SPF = np.array([unknown_PF if one.facts is None else padded(one.facts, num_names) for one in samples])
+    return {name: facts_SPF[..., place] for place, name in enumerate(keys.PARAMETER_FACTS)}
 
 
 def with_totals(snapshot: Snapshot, parts: Mapping[str, Sequence[int]]) -> Snapshot:

@@ -295,7 +295,8 @@ class Pipeline:
     def _submit(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush, overhead_ratio: float) -> None:
         """Start the merge of a window over ranks in the background."""
         names = self._names().names
-        rows = tuple(replace(sample, rows=padded(sample.rows, len(names))) for sample in samples)
+        # Facts per parameter are those of this rank's part: in the whole model they are missing.
+        rows = tuple(replace(sample, rows=padded(sample.rows, len(names)), facts=None) for sample in samples)
         if flush.histogram is not None:
             flush = replace(flush, histogram=padded(flush.histogram, len(names), fill=0))
         window = RankWindow(

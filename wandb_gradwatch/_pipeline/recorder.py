@@ -14,7 +14,7 @@ import numpy as np
 from .._interruptions import raise_interruption
 from .._measure.columns import NUM_BINS, Column, IntArray
 from ..rules import Alert
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import merge_snapshots, select_samples
 
 # S samples, P watched parameters, C columns, B histogram bins
@@ -26,9 +26,10 @@ TABLE_COLUMNS: Final = (
     *("step", "name", "grad_norm", "grad_norm_clipped", "grad_abs_max", "param_norm", "dead_ratio"),
     *("num_nan", "num_inf", "loss_scale", "skipped"),
 )
-FORMAT: Final = 1  # of the file, which recording.py reads
+FORMAT: Final = 2  # of the file, which recording.py reads
 ARRAYS: Final = ("steps", "rows", "loss_scale", "skipped", "trainable")  # arrays that are saved in the file
-_KEPT: Final = (*ARRAYS, "names", "metrics", "overhead_ratio")
+OF_PARAMETERS: Final = "parameter/"  # begins the arrays of Snapshot.per_parameter in the file
+_KEPT: Final = (*ARRAYS, "names", "metrics", "overhead_ratio", "per_parameter")
 
 Note = dict[str, str | int | float | bool | None]
 
@@ -36,8 +37,8 @@ Note = dict[str, str | int | float | bool | None]
 class FlightRecorder:
     """Keeps the last samples of every layer on the host, with the user's notes and the alerts.
 
-    Memory is bounded: `max_samples` rows per parameter (31 MB for 1000 parameters and 256 samples), at most one
-    batch of samples more, and the newest histogram.
+    Memory is bounded: `max_samples` rows and facts per parameter (47 MB for 1000 parameters and 256 samples), at most
+    one batch of samples more, and the newest histogram.
     """
 
     def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
@@ -139,6 +140,8 @@ class FlightRecorder:
             arrays["names"] = np.array(history.names, dtype=np.str_)
             arrays["columns"] = np.array([column.name for column in Column], dtype=np.str_)
             arrays |= {f"metric/{key}": values for key, values in history.metrics.items()}
+            facts = {name: history.per_parameter.get(name) for name in keys.PARAMETER_FACTS}
+            arrays |= {OF_PARAMETERS + name: values for name, values in facts.items() if values is not None}
             if history.histogram is not None:
                 arrays |= {"histogram": history.histogram, "histogram_steps": np.array(history.histogram_steps)}
         return arrays

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from .._judgement.incident import Incident
 from .._measure.columns import NUM_BINS, NUM_COLUMNS
 from ..rules import Alert
-from ..snapshot import Snapshot
-from .recorder import ARRAYS, FORMAT, Note
+from ..snapshot import Snapshot, keys
+from .recorder import ARRAYS, FORMAT, OF_PARAMETERS, Note
 
 # S samples, P watched parameters, C columns, B histogram bins
 
-MAX_BYTES: Final = 2**31  # of all arrays, decompressed; 256 samples of 60,000 parameters have fewer
+MAX_BYTES: Final = 2**31  # of all arrays, decompressed; 256 samples of 45,000 parameters have fewer
 MAX_CHARACTERS: Final = 2**24  # of all notes and alerts
 _Shape = tuple[int, ...]
 
@@ -67,6 +67,9 @@ def _recording(file: zipfile.ZipFile) -> Recording:
             histogram_steps=tuple(arrays["histogram_steps"].tolist()) if "histogram" in arrays else (),
             **{name: arrays[name] for name in ARRAYS},  # type: ignore[arg-type]  # other arguments are not among these
             metrics={key.removeprefix("metric/"): arrays[key] for key in arrays if key.startswith("metric/")},
+            per_parameter={
+                name: arrays[OF_PARAMETERS + name] for name in keys.PARAMETER_FACTS if OF_PARAMETERS + name in arrays
+            },
         )
     notes = {_is(int, step, "notes"): _note(note) for step, note in _pairs(words, "notes")}
     return Recording(snapshot, notes, [_alert(alert) for alert in _is(list, words.get("alerts"), "alerts")])
@@ -107,6 +110,7 @@ def _check_headers(headers: Mapping[str, tuple[_Shape, np.dtype[Any]]]) -> None:
         "histogram": ("i", (num_names, NUM_BINS)),
         "histogram_steps": ("i", (num_histograms,)),
     }
+    expected |= {OF_PARAMETERS + name: ("f", (num_samples, num_names)) for name in keys.PARAMETER_FACTS}
     needed = {"words"} | ({*ARRAYS, "names"} if "steps" in headers else set())
     needed |= {"histogram_steps"} if "histogram" in headers else set()
     if missing := sorted(needed - headers.keys()):

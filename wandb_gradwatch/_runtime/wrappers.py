@@ -106,27 +106,32 @@ class TransientHook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in an output that is measurable, attached to the graph as it is, with its path.
+def leaves_in(
+    output: Any, path: str = "", *, is_leaf: Callable[[object], TypeGuard[Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in an output for which `is_leaf` is true, attached to the graph as it is, with its path.
+
+    Without `is_leaf`, these are the measurable ones.
 
     A lone tensor has the path "". Tensors in tuples, lists, mappings and dataclasses have paths such as "output_0" and
     "output_hidden_1", made of indices and keys. A container is visited once, even if it occurs several times or
     contains itself. A container that cannot be read, because its class raises or it has too many items, is left out
     with a message, which is logged once for each class.
     """
+    accepts = is_measurable if is_leaf is None else is_leaf
     found: list[tuple[str, Any]] = [(path, output)]  # to be visited, the next one last
     containers: dict[int, Any] = {}  # by id; the reference keeps the id unique
     num_left = _MAX_OBJECTS
     while found:
         where, thing = found.pop()
         try:
-            is_leaf = is_measurable(thing)
-            items = [] if is_leaf or id(thing) in containers else _items_of(thing, where or "output", num_left)
+            is_accepted = accepts(thing)
+            items = [] if is_accepted or id(thing) in containers else _items_of(thing, where or "output", num_left)
         except Exception as error:
             raise_interruption(error)
             _say_left_out(type(thing).__name__, f"it raises {type(error).__name__} when it is read")
             continue
-        if is_leaf:
+        if is_accepted:
             yield where, thing
         elif items:
             containers[id(thing)] = thing

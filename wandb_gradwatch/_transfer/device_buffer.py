@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from .._measure.columns import NUM_BINS, NUM_COLUMNS
 from .._measure.elements import upload, wide_dtype
 from .transfers import PinnedPool
+from .witnesses import Witnesses
 
 # P watched parameters, C columns, B histogram bins
 
@@ -36,6 +37,7 @@ class DeviceBuffer:
         self.earlier: Tensor | None = None
         self.received: Tensor | None = None
         self._slots: dict[tuple[int, ...], Tensor] = {}
+        self.witnesses = Witnesses(num_names, self.index)
         self._pinned_pool = pinned_pool
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None  # wrote last
         pinned_pool.prepare(self.rows)
@@ -48,7 +50,8 @@ class DeviceBuffer:
         if stream != self._stream:
             stream.wait_stream(self._stream)
             tensors = (self.rows, self.earlier, self.received, self.histogram, self.sample_histogram)
-            for tensor in (*tensors, *self._slots.values(), *self._spare[:1]):  # those share their memory
+            others = (*self._slots.values(), *self.witnesses.tensors(), *self._spare[:1])  # those share their memory
+            for tensor in (*tensors, *others):
                 if tensor is not None:
                     tensor.record_stream(stream)
             self._stream = stream
@@ -57,6 +60,7 @@ class DeviceBuffer:
     def grow(self, num_names: int) -> None:
         """Make room for new names, whose rows are missing so far."""
         missing, self._slots, self._spare = (0, 0, 0, num_names + 1 - len(self.rows)), {}, []
+        self.witnesses.grow(num_names)
         self.histogram, self.sample_histogram = (
             None if counts is None else pad(counts, missing) for counts in (self.histogram, self.sample_histogram)
         )
@@ -96,6 +100,7 @@ class DeviceBuffer:
         """Open the next sample, with missing rows in new memory: a transfer may still use the old."""
         self.rows = self._missing_rows(len(self.rows) - 1)
         self.sample_histogram = self.earlier = self.received = None
+        self.witnesses.forget_sample()
 
     def _missing_rows(self, num_names: int) -> Tensor:
         """Return rows [P + 1, C] in memory that was not used before, which is allocated for several samples at once."""

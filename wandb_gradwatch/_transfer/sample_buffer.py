@@ -64,6 +64,10 @@ class SampleBuffer:
         if measurement.histogram is not None:
             buffer.open_histogram()[index] = measurement.histogram
 
+    def write_witnesses(self, slots: Sequence[int], gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Take the witnesses of ascending slots [N], all on one device, into the open sample."""
+        self._on(gradients[0].device).witnesses.write(slots, gradients, parameters)
+
     def write_after_clipping(self, slots: Sequence[int], measurement: Measurement) -> None:
         """Write rows of gradients that may have been clipped before; columns that clipping changes are NaN."""
         measurement.rows[:, _HIDDEN_BY_CLIPPING] = torch.nan
@@ -130,6 +134,7 @@ class SampleBuffer:
         """Mark these parameters as without a gradient in the open sample."""
         for buffer, index in self._at(slots):
             buffer.rows[index] = torch.nan
+            buffer.witnesses.drop(slots)
             if buffer.sample_histogram is not None:
                 buffer.sample_histogram[index] = 0
 
@@ -174,9 +179,13 @@ class SampleBuffer:
         rows = [send(buffer.rows) for buffer in buffers]
         earlier = [send(buffer.earlier) for buffer in buffers if buffer.earlier is not None]
         received = [send(buffer.received) for buffer in buffers if buffer.received is not None]
+        compared = [] if sample.left_out else [buffer.witnesses.compare() for buffer in buffers]
+        witnesses = [(send(one.sums), one.num) for one in compared if one is not None]
         for buffer in buffers:
             buffer.forget_sample()
-        self.sent.append(SampleTransfer(sample, self._num_names, rows, earlier, received, *self._packed(found or {})))
+        packed, known = self._packed(found or {})
+        transfer = SampleTransfer(sample, self._num_names, rows, earlier, received, witnesses, packed, known)
+        self.sent.append(transfer)
 
     def _packed(self, found: Mapping[str, Found]) -> tuple[list[ProbeTransfer], dict[str, float]]:
         """Send the values that are on devices, and return their transfers and the values on the host."""

@@ -26,8 +26,9 @@ from .._measure.elements import wide_dtype
 from .._measure.events import Event
 from .._measure.probe_values import HISTOGRAM_SIZE, ArrivedSums, MetricHistogram, ProbeHistogram, ProbeSums
 from ..snapshot import keys
+from .witnesses import facts_of
 
-# P watched parameters, C columns, B histogram bins
+# P watched parameters, C columns, B histogram bins, F facts per parameter
 
 # A probe's value in a sample: a number on the host, a 0-dim tensor on a device, a histogram, or sums. The names of the
 # metrics that follow from sums are appended to the key of the sums.
@@ -55,6 +56,8 @@ class Sample(NamedTuple):
     left_out: bool = False  # True: there was no update, because the gradients were reset before any step
     # The largest learning rate of the optimizers that made the update; NaN if the host does not know it
     learning_rate: float = math.nan
+    # The first of `keys.PARAMETER_FACTS`, those that the host knows: [P, any]; None: none are known
+    of_parameters: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Names:
 
 @dataclass(frozen=True)
 class ArrivedSample:
-    """A sample on the host: rows [P, C], and the probes' values by key.
+    """A sample on the host: rows [P, C], the probes' values by key, and the facts per parameter [P, F].
 
     `metrics` also contains the metrics that follow from the sums; on a rank with shards, those of its shards only.
 
@@ -83,6 +86,7 @@ class ArrivedSample:
     histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
     sums: Mapping[str, ArrivedSums] = field(default_factory=dict)
     changed_without_a_trace: bool = False
+    facts: FloatArray | None = None  # `keys.PARAMETER_FACTS`; None: missing
 
     @cached_property
     def total_C(self) -> list[float]:
@@ -229,13 +233,14 @@ class SampleTransfer(NamedTuple):
     rows: Sequence[Transfer]
     earlier: Sequence[Transfer] = ()
     received: Sequence[Transfer] = ()
+    witnesses: Sequence[tuple[Transfer, FloatArray]] = ()  # as in Compared
     found: Sequence[ProbeTransfer] = ()
     known: Mapping[str, float] = {}  # the probes' values on the host
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
-        of_probes = [found.transfer for found in self.found]
-        return all([one.arrived(wait=wait) for one in (*self.rows, *self.earlier, *self.received, *of_probes)])
+        others = [found.transfer for found in self.found] + [transfer for transfer, _ in self.witnesses]
+        return all([one.arrived(wait=wait) for one in (*self.rows, *self.earlier, *self.received, *others)])
 
     def unpack(self) -> ArrivedSample:
         packed = _taken(self.rows)
@@ -261,7 +266,22 @@ class SampleTransfer(NamedTuple):
         untraced = _changed_without_a_trace(rows, earlier, self.sample)
         if earlier is not None or received is not None:
             metrics |= _what_happened(rows, earlier, received, self.sample, loss_scale)
-        return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums, untraced)
+        facts = self._facts(len(rows))
+        return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums, untraced, facts)
+
+    def _facts(self, num_names: int) -> FloatArray | None:
+        """The facts of the host followed by those of the witnesses of all devices: [P, F]; None if there are none."""
+        known, num_facts = self.sample.of_parameters, len(keys.PARAMETER_FACTS)
+        if known is None and not self.witnesses:
+            return None
+        facts: FloatArray = np.full((num_names, num_facts), np.nan)
+        if known is not None:
+            facts[: len(known), : known.shape[1]] = known
+        for transfer, num_P in self.witnesses:
+            of_device = facts_of(np.asarray(transfer.take(), dtype=np.float64), num_P)
+            here = num_P == num_P  # not NaN: each parameter is on one device
+            facts[: len(num_P)][here, num_facts - of_device.shape[1] :] = of_device[here]
+        return facts
 
     def _joined(self, packed: Sequence[FloatArray]) -> FloatArray:
         """Join the rows of several devices, each of which is missing on all devices but one: [P, C]."""

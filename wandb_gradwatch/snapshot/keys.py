@@ -82,7 +82,7 @@ SAMPLE_FACTS: Final = (
     "input_rms",  # of the finite elements of all floating tensors
     "input_num_nonfinite",
     "input_zero_ratio",
-    "input_repeated",  # 1: the inputs of all forwards are those of the measured sample before; NaN at the first
+    "input_repeated",  # share of forwards with the inputs of the measured forward before, 1 or 0 for one; NaN at first
     "input_largest",  # largest finite number of the dtype; of the narrowest range if there are several
     "output_rms",
     "output_num_nonfinite",
