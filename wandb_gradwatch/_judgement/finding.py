@@ -9,9 +9,10 @@ from typing import Final
 
 import numpy as np
 
+from ..snapshot import keys
 from .evidence import Evidence
 from .facts import Facts, where
-from .incident import Layer, Level
+from .incident import Incident, Layer, Level
 from .patterns import Explanation, explain
 from .symptoms import Symptom
 
@@ -27,6 +28,7 @@ class Finding:
         since: the step at which it began; unmeasured_from: the first of the steps right before that were not measured.
         evidence: what is known at this moment; None for a rule of the user and for alerts of the capture.
         explanation: the cause that the facts allow; None if they allow none.
+        told: the whole incident, of rules that make their own.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class Finding:
     evidence: Evidence | None = None
     explanation: Explanation | None = None
     rank: int | None = None
+    told: Incident | None = None
 
 
 def finding_of(symptom: Symptom, facts: Facts, places: list[int], since: int, unmeasured_from: int | None) -> Finding:
@@ -58,8 +61,6 @@ def finding_of(symptom: Symptom, facts: Facts, places: list[int], since: int, un
 
 
 def _rank(facts: Facts) -> int | None:
-    from ..snapshot import keys
-
     rank = facts.metric(keys.FIRST_NONFINITE_RANK)
     return None if math.isnan(rank) else int(rank)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Literal
@@ -152,6 +153,11 @@ class Incident:
             return cls(**{one.name: _read(one.name, told.get(one.name)) for one in fields(cls)})
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"no incident: {error!r:.200}") from error
+
+
+def kind_of(title: str) -> str:
+    """The identifier of a title: "NaN gradient" is "nan_gradient"."""
+    return re.sub(r"\W+", "_", title.lower()).strip("_")
 
 
 _STEPS: Final = frozenset({"first_step", "found_step", "last_step"})

@@ -41,23 +41,36 @@ class IncidentBook:
         """Whether the newest sample belongs to an incident with an ERROR."""
         return any(one.num_quiet == 0 and self._incidents[one.place].level == "ERROR" for one in self._open)
 
-    def sample(self, step: int, findings: Iterable[Finding]) -> list[Incident]:
-        """Take the findings of a sample; return the incidents that are to be told now."""
-        told: dict[int, None] = {}
+    def sample(self, step: int, findings: Iterable[Finding]) -> list[tuple[Incident, Finding]]:
+        """Take all findings of a sample; return the incidents that are to be told now, each with its finding."""
+        told: dict[int, Finding] = {}
         met: set[int] = set()
         for finding in sorted(findings, key=lambda one: -LEVELS.index(one.level)):  # the worst first
             place, is_news = self._take(finding)
             met.add(place)
             if is_news:
-                told[place] = None
+                told[place] = finding
         for one in list(self._open):
             if one.place in met:
                 one.num_quiet = 0
             else:
                 self._note_quiet(one, step)
-        found = [self._incidents[place] for place in told]
+        found = [(self._incidents[place], finding) for place, finding in told.items()]
         self._forget()
         return found
+
+    def add(self, finding: Finding) -> Incident | None:
+        """Take a finding that belongs to no sample; return its incident if that is to be told now."""
+        place, is_news = self._take(finding)
+        return self._incidents[place] if is_news else None
+
+    def replace(self, incident: Incident) -> None:
+        """Replace the newest incident that was found with this kind in this step."""
+        for place in reversed(range(len(self._incidents))):
+            known = self._incidents[place]
+            if (known.kind, known.found_step) == (incident.kind, incident.found_step):
+                self._incidents[place] = incident
+                return
 
     def _take(self, finding: Finding) -> tuple[int, bool]:
         for one in reversed(self._open):
@@ -148,6 +161,8 @@ def _clears(incident: Incident, explanation: Explanation | None) -> bool:
 
 
 def _new(finding: Finding) -> Incident:
+    if finding.told is not None:
+        return replace(finding.told, kinds=(finding.kind,))
     found = Incident(
         kind=finding.kind, title=finding.title, level=finding.level, first_step=finding.since or finding.step,
         found_step=finding.step, last_step=finding.step, fact=finding.fact, unmeasured_from=finding.unmeasured_from,
