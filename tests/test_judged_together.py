@@ -93,7 +93,9 @@ def judged(samples: Snapshot, sizes: list[int]) -> tuple[list[Alert], bool, str]
     """Return the alerts that are sent if batches of these sizes follow each other in turn, and the state afterwards."""
     sent: list[Alert] = []
     manager = AlertManager(default_rules(), clock=lambda: 0.0)
-    runner = RuleRunner(manager, Dispatcher([], [sent.append], to_terminal=False), modules={})
+    runner = RuleRunner(
+        manager, Dispatcher([], [sent.append], to_terminal=False), modules={}, count_steps=lambda: (0, 0)
+    )
     known, waiting = Names(samples.names, tuple(samples.trainable.tolist())), arrived(samples)
     for turn in range(len(waiting)):
         batch, waiting = waiting[: sizes[turn % len(sizes)]], waiting[sizes[turn % len(sizes)] :]

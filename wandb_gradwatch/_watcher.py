@@ -63,9 +63,14 @@ class Watcher:
         window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=rank() == 0)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
-        self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
         self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect_some)
         self._parts = parts = self._sampler.parts
+        self._rule_runner = RuleRunner(
+            self._alert_manager,
+            self._dispatcher,
+            modules=kinds,
+            count_steps=lambda: (parts.schedule.num_measured, parts.schedule.num_steps),
+        )
         self._found: list[Alert] = []  # alerts of replays, sent at the next delivery
         self._session = RankSession(description(registry)) if world_size() > 1 else None
         guarded = config.capture.guard is not None and config.capture.guard.replay
@@ -245,6 +250,7 @@ class Watcher:
         if not self._removed:
             self._boundary.run(self._sampler.run_ends)
         self._flush_window(final=False)
+        self._rule_runner.tell_verdict()
 
     def _flush_window(self, *, final: bool) -> None:
         if not self._removed:
@@ -319,8 +325,7 @@ class Watcher:
                     stack.callback(self._stop)
 
     def _close(self) -> None:
-        schedule = self._parts.schedule
-        self._dispatcher.close(num_measured=schedule.num_measured, num_steps=schedule.num_steps)
+        self._dispatcher.close(self._rule_runner.verdict)
 
     def _guard_leaves(self) -> None:
         """Let a guard of a sharded model vote until those of all ranks are removed: the others wait for its vote."""
@@ -440,7 +445,7 @@ class Watcher:
             logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", why)
             return
         while self._found:
-            self._dispatcher.send(self._found.pop(0))
+            self._rule_runner.send(self._found.pop(0))
         if self._pipeline.has_work and not self._boundary.in_forked_child:
             schedule, on_rows = self._parts.schedule, self._dispatcher.pop_seconds()
             self._boundary.seconds_spent += on_rows

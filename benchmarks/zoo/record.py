@@ -180,7 +180,8 @@ def replay(recording: Recording) -> Recording:
         Dispatcher([], [], to_terminal=False),
         [],
     )
-    runner, kept = RuleRunner(manager, dispatcher, modules=recording.modules), dispatcher.recorder
+    runner = RuleRunner(manager, dispatcher, modules=recording.modules, count_steps=lambda: (0, 0))
+    kept = dispatcher.recorder
     if recording.samples is not None:
         for index in range(len(recording.samples)):
             sample = recording.samples.sample(index)
