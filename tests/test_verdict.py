@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradients import step, watch
+from gradients import step
 from offline import records
 from wandb.proto.wandb_internal_pb2 import Record
 
