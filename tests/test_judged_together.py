@@ -223,10 +223,9 @@ def test_five_samples_after_a_notable_one_are_judged_at_once_because_they_show_w
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda watcher: watcher.healthy,
         lambda watcher: watcher.latest,
         lambda watcher: watcher.summary(),
-        lambda watcher: watcher.diagnose(),
+        lambda watcher: watcher.verdict(),
         lambda watcher: watcher.wait(),
         lambda watcher: watcher.flush(),
         lambda watcher: watcher.state_dict(),

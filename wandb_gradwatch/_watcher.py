@@ -22,7 +22,8 @@ from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
 from ._config import Config
-from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
+from ._diagnosis import FIRST_BAD_OPERATION
+from ._judgement.verdict import Verdict, verdict_of
 from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
 from ._pipeline.dispatcher import Dispatcher
@@ -165,13 +166,6 @@ class Watcher:
         return self._pipeline.newest
 
     @property
-    @alone(lambda: True)
-    def healthy(self) -> bool:
-        """False if a rule found an error in the newest sample that has arrived."""
-        self._collect()
-        return self._alert_manager.healthy
-
-    @property
     @entry_point(dict)
     def metric_seconds(self) -> dict[str, float]:
         """The host time in seconds of each of `metrics=` so far, by its repr; all `Metric`s share one entry.
@@ -190,22 +184,20 @@ class Watcher:
         """Return the key prefix of the model's totals in this W&B run, for each sink that writes to the run."""
         return self._dispatcher.namespaces_in(run)
 
-    @alone(list)
-    def diagnose(self) -> list[Diagnosis]:
-        """Return the probable causes of alerts that the last samples show, most probable first; [] if there are none.
-
-        An alert about the training loop itself, such as gradients that are not reset, has its cause in its own text.
-        """
+    @alone(lambda: verdict_of((), num_steps=0, num_measured=0))
+    def verdict(self) -> Verdict:
+        """Return what the measured steps so far say of the training: a sentence, a status, and all incidents."""
         self._collect()
-        return self._rule_runner.diagnose()
+        return self._rule_runner.verdict
 
     @alone(Summary.empty)
     def summary(self) -> Summary:
-        """Return the worst layers, the total norm and the alerts of the last samples, for print() or a notebook."""
+        """Return the worst layers, the total norm and the incidents so far, for print() or a notebook."""
         self._collect()
         recorder, newest = self._dispatcher.recorder, self._pipeline.newest
         overhead_ratio = math.nan if newest is None else newest.overhead_ratio
-        return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
+        verdict = self._rule_runner.verdict
+        return summarise(recorder.history(), verdict=verdict, overhead_ratio=overhead_ratio)
 
     @entry_point()
     def note(self, /, **context: object) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._boundary import CallbackError
-from .._diagnosis import Diagnosis, diagnose, with_diagnosis
+from .._diagnosis import with_diagnosis
 from .._judgement.incident import Incident
 from .._judgement.verdict import Verdict, verdict_of
 from .._runtime.sharding import world_size
@@ -98,13 +98,6 @@ class RuleRunner:
         incident = Incident(kind_of(alert.title), alert.title, alert.level, at, at, at, fact)
         self._alert_manager.add(incident)
         self._dispatcher.send(replace(alert, incident=incident), self.verdict)
-
-    def diagnose(self) -> list[Diagnosis]:
-        """Return probable causes of the alerts that were sent, most probable first; empty without alerts."""
-        recorder = self._dispatcher.recorder
-        history, titles = recorder.history(), {alert.title for alert in recorder.alerts if alert.level != "INFO"}
-        found = [] if history is None or not titles or history.inferred.any() else diagnose(history, **self._context)
-        return [diagnosis for diagnosis in found if any(map(diagnosis.explains, titles))]
 
     @property
     def _context(self) -> dict[str, Any]:
