@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ._capture.parts import CaptureConfig
-from .rules import Alert, Rule
+from .rules import Alert, Judgement, Rule
 from .sinks import Sink
 
 
@@ -15,6 +15,6 @@ class Config:
 
     capture: CaptureConfig  # which steps are measured, and what is measured at them
     sinks: tuple[Sink, ...]  # receive the snapshots and alerts
-    rules: tuple[Rule, ...]  # raise the alerts
+    rules: tuple[Rule | Judgement, ...]  # raise the alerts
     on_alert: tuple[Callable[[Alert], object], ...]  # the user's functions, called with every alert that is sent
     on_nonfinite: Literal["trace"] | None  # "trace": run a step again after a NaN or Inf, to name its operation

@@ -33,7 +33,7 @@ from ._runtime.sharding import has_fsdp1, has_shards, rank, refused_engine, worl
 from ._watcher import WATCHERS, Watcher
 from .metrics._metric import MetricLike, check_metrics, probes_of, rules_of
 from .metrics._parameters import ParameterHistograms
-from .rules import Alert, Rule, default_rules
+from .rules import Alert, Judgement, Rule, default_rules
 from .rules._base import as_rule
 from .sinks import Sink, WandbSink
 from .sinks._wandb_run import check_details
@@ -127,7 +127,7 @@ def watch(
     group_by: GroupBy | None = None,
     details: Sequence[str] | Mapping[str, str] = (),
     metrics: Sequence[MetricLike] = (),
-    rules: Sequence[Rule] | None = None,
+    rules: Sequence[Rule | Judgement] | None = None,
     sinks: Sequence[Sink] | None = None,
     on_alert: Callable[[Alert], object] | Sequence[Callable[[Alert], object]] | None = None,
     guard: GuardArgument = None,
@@ -166,7 +166,8 @@ def watch(
             what smaller number formats would lose of the gradients.
         metrics: additional metrics at sampled steps, from `wandb_gradwatch.metrics`: `Metric(name, fn)`,
             `Activations()`, `Attention()`, ... Their own rules are added to the default rules.
-        rules: the rules that raise alerts. None: the default rules. []: no rules.
+        rules: what raises alerts: `default_rules()`, to which you may add rules of your own. None: the default. []:
+            nothing.
         sinks: where snapshots and alerts are written instead of the W&B run; if `run` is given too, both are written.
         on_alert: a function, or several, called with every alert that is sent. Its exceptions reach the training loop.
         guard: do not apply some steps: "skip" those whose gradients are not finite or explode; those for which a
@@ -212,7 +213,7 @@ def watch(
     probes = probes_of(chosen_metrics, model, registry.names)
     if log != "gradients" and histogram_every != 0:
         probes.append(ParameterHistograms(backend))
-    chosen_rules = default_rules() + rules_of(chosen_metrics) if rules is None else _rules_of_user(rules)
+    chosen_rules = [*default_rules(), *rules_of(chosen_metrics)] if rules is None else _rules_of_user(rules)
     skip_guard = resolve_guard(guard)
     if skip_guard is not None and world_size() > 1:
         models = registry.models()
@@ -284,8 +285,9 @@ def _callbacks(on_alert: Any) -> list[Any]:
     return [on_alert] if callable(on_alert) else _sequence("on_alert", on_alert, "a function, or several")
 
 
-def _rules_of_user(rules: Any) -> list[Rule]:
-    return list(map(as_rule, _sequence("rules", rules, "a list of rules, [] for none")))
+def _rules_of_user(rules: Any) -> list[Rule | Judgement]:
+    given = _sequence("rules", rules, "a list of rules, [] for none")
+    return [one if isinstance(one, Judgement) else as_rule(one) for one in given]
 
 
 def _check_loss_scale(loss_scale: object) -> None:

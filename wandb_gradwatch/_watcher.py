@@ -16,35 +16,31 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from ._boundary import RaisedToTheUser, entry_point
 from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
 from ._config import Config
-from ._diagnosis import FIRST_BAD_OPERATION
+from ._judgement.structure import ModelInfo
 from ._judgement.verdict import Verdict, verdict_of
 from ._nonfinite.replay import StepReplay
-from ._pipeline.alert_manager import AlertManager
+from ._pipeline.alert_manager import FIRST_BAD_OPERATION, REPLAYED, AlertManager
 from ._pipeline.dispatcher import Dispatcher
 from ._pipeline.pipeline import Pipeline
 from ._pipeline.rank_parts import description
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_state import load_state, save_state
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
-from ._runtime.notices import CannotWatchError
+from ._runtime.notices import CannotWatchError, Notice
 from ._runtime.rank_session import RankSession
 from ._runtime.sharding import rank, refused_engine, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
-from .rules import Alert, LossScaleCollapse
-from .rules._nonfinite import NONFINITE_TITLES
+from .rules import Alert
 from .snapshot import Snapshot
 
 logger: Final = logging.getLogger("wandb_gradwatch")
-
-_REPLAYED: Final = {*NONFINITE_TITLES, LossScaleCollapse.title}  # after these alerts a step is run again
 
 
 class Watcher:
@@ -56,23 +52,21 @@ class Watcher:
 
     def __init__(self, registry: ParameterRegistry, config: Config, models: Sequence[torch.nn.Module]) -> None:
         self._registry = registry
-        self._alert_manager = AlertManager(config.rules)
+        self._alert_manager = AlertManager(config.rules, _info_of(registry))
         self._removed = self._is_stopped = False  # stopped: the removal is complete
         self._is_new = True  # nothing has been delivered yet
         self._has_failed = False  # whether a failure of the monitor was reported
         self._boundary = ErrorBoundary(self._failed)
         window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=rank() == 0)
-        kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect_some)
         self._parts = parts = self._sampler.parts
         self._rule_runner = RuleRunner(
             self._alert_manager,
             self._dispatcher,
-            modules=kinds,
             count_steps=lambda: (parts.schedule.num_measured, parts.schedule.num_steps),
         )
-        self._found: list[Alert] = []  # alerts of replays, sent at the next delivery
+        self._found: list[Notice] = []  # alerts of replays, sent at the next delivery
         self._session = RankSession(description(registry)) if world_size() > 1 else None
         guarded = config.capture.guard is not None and config.capture.guard.replay
         if guarded or config.on_nonfinite == "trace":
@@ -419,13 +413,13 @@ class Watcher:
             if notice.step is None:
                 self._dispatcher.notice(notice.kind, notice.text)
             else:
-                self._rule_runner.alert_once(notice.kind, notice.text, notice.step, notice.level)
+                self._rule_runner.alert_once(notice)
 
     def _operation_found(self, step: int, found: str, is_late: bool) -> None:
         self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: found})
         if is_late:  # otherwise the alert of that step, which is still to come, names it as the cause
-            text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"
-            self._found.append(Alert("First bad operation", text, step, "ERROR"))
+            fact = f"step {step} was run once more, after an alert: {found}"
+            self._found.append(Notice("First bad operation", fact, step, "ERROR", "invalid_operation"))
 
     def _deliver(self, *, wait: bool = False, flushed: bool = False, final: bool = False) -> None:
         self._say()
@@ -437,7 +431,7 @@ class Watcher:
             logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", why)
             return
         while self._found:
-            self._rule_runner.send(self._found.pop(0))
+            self._rule_runner.alert_once(self._found.pop(0))
         if self._pipeline.has_work and not self._boundary.in_forked_child:
             schedule, on_rows = self._parts.schedule, self._dispatcher.pop_seconds()
             self._boundary.seconds_spent += on_rows
@@ -449,14 +443,21 @@ class Watcher:
                 if not self._boundary.is_hidden():
                     schedule.seconds_on_rows += news.seconds_on_rows
                     schedule.seconds_on_others += news.seconds_on_alerts
-                if self._parts.replay is not None and news.titles & _REPLAYED:
+                if self._parts.replay is not None and news.kinds & REPLAYED:
                     if not self._parts.thread.is_another:
                         self._sampler.end_counting()  # the next step is run again
                     self._parts.replay.is_armed = True
                 if news.is_untraced:
                     schedule.distrust_versions()
-                if news.is_unusual or news.titles:
+                if news.is_unusual or news.kinds:
                     schedule.look_closely()
+
+
+def _info_of(registry: ParameterRegistry) -> ModelInfo:
+    """What the judgement needs to know of the model: class names of the modules, and the parameters' shapes."""
+    classes = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
+    shapes = {registry.names[slot]: tuple(parameter.shape) for slot, parameter in registry.scan()}
+    return ModelInfo(classes, shapes)
 
 
 WATCHERS: Final[list[Watcher]] = []

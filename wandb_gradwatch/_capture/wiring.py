@@ -34,16 +34,11 @@ _PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that 
 # Steps of other models' optimizers before the first gradient of the watched one; samples before an optimizer's step
 _PATIENCE_IN_STEPS: Final = 100
 _PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
-_GROWS: Final = "an optimizer's state that forgets nothing and grows with every step"
-# name -> whether a value breaks any training, the cause, and the remedy
-_SETTINGS: Final[dict[str, tuple[Callable[[Any], bool], str, str]]] = {
-    "weight_decay": (
-        lambda decay: decay < 0,
-        "a weight decay below 0, which makes parameters grow whatever their gradient",
-        "set weight_decay to 0 or more",
-    ),
-    "momentum": (lambda factor: factor >= 1, _GROWS, "set momentum below 1, such as 0.9"),
-    "betas": (lambda factor: factor >= 1, _GROWS, "set betas below 1, such as 0.9"),
+# name -> whether a value breaks any training, and why
+_SETTINGS: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "weight_decay": (lambda decay: decay < 0, "it makes parameters grow whatever their gradient; set it to 0 or more"),
+    "momentum": (lambda factor: factor >= 1, "its state forgets nothing and grows with every step; set it below 1"),
+    "betas": (lambda factor: factor >= 1, "its state forgets nothing and grows with every step; set them below 1"),
 }
 _NUM_VALUES: Final = 64  # number of elements of a parameter in its state
 _WITNESSES: Final = 5  # number of an optimizer's smallest parameters whose gradients are checked for all
@@ -111,13 +106,12 @@ class Wiring:
     def _look_at_settings(self, optimizer: Optimizer) -> None:
         """Alert about settings that break any training and that torch does not reject in `param_groups`."""
         for group in optimizer.param_groups:
-            for name, (is_wrong, cause, remedy) in _SETTINGS.items():
+            for name, (is_wrong, why) in _SETTINGS.items():
                 values = group.get(name, 0.0)
                 several = values if isinstance(values, tuple | list) else [values]
                 if any(is_wrong(one) for one in several if isinstance(one, Real) and not isinstance(one, bool)):
-                    fact = f"{type(optimizer).__name__} steps with {name}={values!r}."
-                    text = f"{fact}\nProbable cause: {cause}. Remedy: {remedy}."
-                    self._notices.alert("Optimizer settings", text, self._clock.open_step)
+                    fact = f"{type(optimizer).__name__} steps with {name}={values!r}: {why}"
+                    self._notices.alert("Optimizer settings", fact, self._clock.open_step, cause="optimizer_settings")
                     return
 
     def backward_begins(self, has_accumulated: bool) -> None:
@@ -143,10 +137,10 @@ class Wiring:
             self._notices.alert(
                 "No gradient",
                 f"{_PATIENCE_IN_BACKWARDS} backwards have ended without an optimizer step that updates a watched "
-                "parameter.\nProbable cause: not clear: either step() is missing, or the optimizer holds other tensors "
-                "than the model. Remedy: call step() after backward(), and create the optimizer from the parameters of "
-                "the model that is trained.",
+                "parameter",
                 self._clock.open_step,
+                cause="no_step",
+                rival="stale_optimizer",
             )
 
     def forget_gradients(self) -> None:
@@ -220,11 +214,8 @@ class Wiring:
         if last_sample < self._clock.step and (broken := _slots_that_are_broken(registry.scan())):
             self._notices.alert(
                 "NaN gradient",
-                f"NaN or Inf in {len(broken)} of {len(registry.names)} parameters: {registry.some_names(broken)}.\n"
-                f"What happened after step {last_sample} was not measured.\n"
-                "Probable cause: not clear: parameters became NaN or Inf in a step that was not measured. Remedy: load "
-                "the last good checkpoint and continue with guard='skip' or sample_every=1: the gradient of the first "
-                "bad step then shows whether the data, an operation or the optimizer caused it.",
+                f"NaN or Inf in {len(broken)} of {len(registry.names)} parameters: {registry.some_names(broken)}; what "
+                f"happened after step {last_sample} was not measured",
                 self._clock.step,
                 "ERROR",
             )
@@ -278,10 +269,9 @@ class Wiring:
             self._without_model = Notice(
                 "Optimizer without the model",
                 f"{type(optimizer).__name__} stepped, but none of its parameters belongs to the watched model, and "
-                "none has a gradient.\nProbable cause: the optimizer holds other tensors than the model, which was "
-                "rebuilt or copied after the optimizer was created. Remedy: create the optimizer from the parameters "
-                "of the model that is trained, after the model is complete.",
+                "none has a gradient",
                 self._clock.open_step,
+                cause="stale_optimizer",
             )
 
 

@@ -189,6 +189,16 @@ _CAUSES: Final = (
         _ALL,
     ),
     Cause(
+        "stale_optimizer", "the optimizer holds other tensors than the model", "Build it after the model is complete",
+        "create the optimizer from the parameters of the model that is trained, after the model was rebuilt, copied or "
+        "moved", _ALL,
+    ),
+    Cause(
+        "gradients_zeroed", "gradients zeroed between backward() and step()", "Call zero_grad() after step()",
+        "call zero_grad() after step(), or before backward(); to drop a gradient on purpose, leave out step() as well",
+        _SILENCES,
+    ),
+    Cause(
         "zero_grad_missing", "zero_grad() is missing", "Call optimizer.zero_grad() once per update",
         "call optimizer.zero_grad() once per update, before backward() or after step()", _ALL,
     ),

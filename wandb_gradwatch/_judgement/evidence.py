@@ -322,7 +322,9 @@ class Evidence:
             return math.nan
         with np.errstate(invalid="ignore"):
             changes = np.abs(np.diff(rows, axis=0))
-        scatter_L = np.array([np.median(column[np.isfinite(column)]) if np.isfinite(column).any() else 0.0 for column in changes.T])
+        scatter_L = np.array(
+            [np.median(column[np.isfinite(column)]) if np.isfinite(column).any() else 0.0 for column in changes.T]
+        )
         return float(np.median(scatter_L[: norms[-1]]) - scatter_L[norms[-1] :].max())
 
     # Dead, empty and missing parts

@@ -516,7 +516,8 @@ class Facts:
         """Share of each module's units without a gradient: [L]; NaN where it is missing."""
         if not self.norm > 0:
             return np.full(len(self.structure.modules.names), np.nan)
-        return dead_units(self.structure.names, _dead_share(self.rows_PC[None]))[0]
+        dead_L: FloatArray = dead_units(self.structure.names, _dead_share(self.rows_PC[None]))[0]
+        return dead_L
 
     @derived
     def is_any_dead(self) -> bool:
@@ -672,9 +673,8 @@ class Facts:
     @derived
     def missing_P(self) -> BoolArray:
         """Trainable parameters without a gradient: [P]."""
-        missing_P: BoolArray = ~self.present_P & self.snapshot.trainable
-        trainable_P = self.per_parameter("trainable")
-        return missing_P & ~(trainable_P == 0)
+        missing_P: BoolArray = ~self.present_P & self.snapshot.trainable & (self.per_parameter("trainable") != 0)
+        return missing_P
 
     @derived
     def same_P(self) -> BoolArray:

@@ -99,7 +99,9 @@ class _Scale:
 
     def state_dict(self) -> dict[str, Any]:
         streaks = [
-            None if one.num_P is None else [list(one.names), *(a.tolist() for a in (one.num_P, one.since_P, one.before_P) if a is not None)]
+            None
+            if one.num_P is None
+            else [list(one.names), *(a.tolist() for a in (one.num_P, one.since_P, one.before_P) if a is not None)]
             for one in self._streaks
         ]
         return {"observer": self.observer.state_dict(), "streaks": streaks, "last_step": self._last_step}

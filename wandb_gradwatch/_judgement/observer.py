@@ -122,4 +122,3 @@ class Observer:
         self.run.load_state_dict(state["run"])
         self._kinds.load_state_dict(state["kinds"])
         self._next_step = int(state["next_step"])
-

@@ -59,7 +59,7 @@ class Rows:
         return values_P if own is names or own == names else _placed(own, values_P, names)
 
     def state_dict(self) -> list[Any]:
-        return [[list(names), rows_PC.tolist()] for names, rows_PC in list(self._rows)[-SAVED:]]
+        return [[list(names), rows_PC.copy()] for names, rows_PC in list(self._rows)[-SAVED:]]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
         loaded = [(tuple(map(str, names)), np.array(rows, dtype=np.float64)) for names, rows in state]

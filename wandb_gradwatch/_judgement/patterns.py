@@ -14,7 +14,7 @@ from .._analysis.formatting import number
 from .causes import CAUSES, Cause
 from .evidence import Evidence
 from .facts import X3, X10, X30, X100
-from .symptoms import percent, times
+from .symptoms import SYMPTOMS, percent, times
 
 
 @dataclass(frozen=True)
@@ -279,3 +279,10 @@ def allows(evidence: Evidence, cause: Cause) -> bool:
     return evidence.kind in cause.leads_to and not cause.is_refuted(evidence)
 
 
+def texts_by_title() -> dict[str, list[str]]:
+    """The causes, in words, that may explain an incident of each title."""
+    titles = {symptom.kind: symptom.title for symptom in SYMPTOMS}
+    return {
+        title: list(dict.fromkeys(CAUSES[pattern.cause].text for pattern in PATTERNS[kind]))
+        for kind, title in titles.items()
+    }

@@ -28,6 +28,7 @@ MIN_ELEMENTS: Final = 256  # in all parameters together: smaller models may begi
 HUGE: Final = 1e8  # a norm that is too large whatever came before
 TINY: Final = 1e-7  # a norm that is too small whatever came before
 _FEW_UNITS: Final = 16
+_VERY_LONG: Final = 100  # samples after which a parameter that never had a gradient is reported
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,8 @@ def _lost_P(facts: Facts) -> BoolArray:
         return none
     # A loss of differences of outputs does not depend on the last bias.
     cancelled_P = facts.structure.is_bias_P & ~facts.missing_P[_sibling(facts)]
-    return lost_P & ~cancelled_P & ((before_P > 0) | (row_P >= X100_SAMPLES))
-
-
-X100_SAMPLES: Final = 100
+    lost_P &= ~cancelled_P & ((before_P > 0) | (row_P >= _VERY_LONG))
+    return lost_P
 
 
 def _sibling(facts: Facts) -> np.ndarray:

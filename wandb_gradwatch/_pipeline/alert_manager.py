@@ -25,7 +25,11 @@ from ..snapshot._overview import Overview
 from ..snapshot._shapes import select_samples
 
 _LOGGER: Final = logging.getLogger("wandb_gradwatch")
-_OPERATION: Final = "first_bad_operation"  # the note of a step that was run again, with the operation that was found
+FIRST_BAD_OPERATION: Final = (
+    "first_bad_operation"  # the note of a step that was run again, with the operation that was found
+)
+# Kinds after whose alert a step is run again.
+REPLAYED: Final = frozenset({"nan_gradient", "inf_gradient", "nonfinite_loss", "loss_scale_collapse"})
 
 
 class AlertManager:
@@ -110,7 +114,7 @@ class AlertManager:
     def _alert(self, incident: Incident, finding: Finding) -> Alert:
         if finding.evidence is None and finding.explanation is None and finding.told is None:  # a user's own words
             return Alert(finding.title, finding.fact, finding.step, finding.level, incident)
-        operation = self.notes.get(incident.found_step, {}).get(_OPERATION)
+        operation = self.notes.get(incident.found_step, {}).get(FIRST_BAD_OPERATION)
         if operation is not None and incident.kind in REPLAYED:
             evidence = f"found by running the step again: {operation}"
             incident = replace(incident, evidence=evidence, rival="", rival_text="")
@@ -133,9 +137,6 @@ class AlertManager:
         if self._judge is not None and state["judge"] is not None:
             _load(self._judge, state["judge"])
         _load(self._book, state["book"])
-
-
-REPLAYED: Final = frozenset({"nan_gradient", "inf_gradient", "nonfinite_loss", "loss_scale_collapse"})
 
 
 def _load(kept: Any, state: Any) -> None:

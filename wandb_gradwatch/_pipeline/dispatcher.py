@@ -12,7 +12,7 @@ from typing import Final
 from .._analysis.formatting import visible_text
 from .._boundary import CallbackError
 from .._interruptions import raise_interruption
-from .._judgement.incident import Incident
+from .._judgement.incident import Incident, kind_of
 from .._judgement.verdict import Verdict
 from ..rules import Alert
 from ..sinks import Sink
@@ -39,7 +39,7 @@ class News:
 
     is_unusual: bool = False  # a sample was not finite, or its norm was three times the usual one
     is_untraced: bool = False  # a gradient was modified although its version counter had not changed
-    titles: set[str] = field(default_factory=set)  # of the alerts that were sent
+    kinds: set[str] = field(default_factory=set)  # of the alerts that were sent
     seconds_on_rows: float = 0.0  # time for writing windows
     seconds_on_alerts: float = 0.0  # time for diagnosing and sending alerts
 
@@ -93,7 +93,7 @@ class Dispatcher:
         The sinks receive the verdict before the callbacks, one of which may end the process.
         """
         self.recorder.alert(alert)
-        self.news.titles.add(alert.title)
+        self.news.kinds.add(kind_of(alert.title) if alert.incident is None else alert.incident.kind)
         if alert.level == "ERROR" and alert.incident is not None:
             self._say_once(alert.incident)
         self._call_sinks("alert", alert)

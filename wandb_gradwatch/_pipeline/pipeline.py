@@ -17,6 +17,7 @@ from .._capture.parts import CaptureParts
 from .._measure.change import MULTIPLIED, is_limit
 from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._measure.probe_values import MetricHistogram, merge_histograms
+from .._runtime.notices import Notice
 from .._runtime.rank_session import RankSession
 from .._transfer.transfers import ArrivedFlush, ArrivedSample, Names
 from ..snapshot import Snapshot, keys
@@ -263,13 +264,10 @@ class Pipeline:
         self._sums_sq.append(sum_sq)
 
     def _say_zeroed(self, step: int) -> None:
-        self._rule_runner.alert_once(
-            "No gradient",
-            "every gradient was already None or zero when the optimizer stepped, though the backward had computed "
-            "them.\nProbable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after "
-            "step(), or before backward(); to drop a gradient on purpose, leave out step() as well.",
-            step,
+        fact = (
+            "every gradient was already None or zero when the optimizer stepped, though the backward had computed them"
         )
+        self._rule_runner.alert_once(Notice("No gradient", fact, step, cause="gradients_zeroed"))
 
     def _with_earlier_histograms(self, sample: ArrivedSample) -> ArrivedSample:
         """Move all histograms of the window to its newest sample, merged, so that memory does not grow."""

@@ -1,43 +1,31 @@
-"""Run the rules on samples that have arrived, and send their alerts with a diagnosis."""
+"""Judge samples that have arrived, and send what is to be told."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
 
 from .._boundary import CallbackError
-from .._diagnosis import with_diagnosis
-from .._judgement.incident import Incident
 from .._judgement.verdict import Verdict, verdict_of
-from .._runtime.sharding import world_size
+from .._runtime.notices import Notice
 from ..rules import Alert
-from ..rules._base import Finding, Level
-from ..snapshot import Snapshot, keys
-from .alert_manager import AlertManager, kind_of
+from ..snapshot import Snapshot
+from .alert_manager import AlertManager
 from .dispatcher import Dispatcher
 
 
 class RuleRunner:
-    """Passes every sample to the rules once, in order.
+    """Passes every sample to the judgement and the rules once, in order.
 
     Args:
-        alert_manager: runs the rules, and selects the alerts to send.
-        dispatcher: sends alerts with their diagnosis; its recorder keeps the samples.
-        modules: class names of the model's modules by module name, for the diagnosis.
+        alert_manager: finds incidents, and says which of them are to be told.
+        dispatcher: sends alerts; its recorder keeps the samples.
         count_steps: returns the number of measured steps and of all steps since watch(), for the verdict.
     """
 
     def __init__(
-        self,
-        alert_manager: AlertManager,
-        dispatcher: Dispatcher,
-        *,
-        modules: Mapping[str, str],
-        count_steps: Callable[[], tuple[int, int]],
+        self, alert_manager: AlertManager, dispatcher: Dispatcher, *, count_steps: Callable[[], tuple[int, int]]
     ) -> None:
         self._alert_manager = alert_manager
         self._dispatcher = dispatcher
-        self._modules = modules
         self._count_steps = count_steps
         self._num_over = 0  # incidents that had ended when the sinks last received the verdict
 
@@ -61,8 +49,9 @@ class RuleRunner:
         return sum(incident.is_over for incident in self._alert_manager.incidents)
 
     def check(self, snapshot: Snapshot) -> None:
-        """Run the rules on at least one sample, and send the alerts."""
-        self._dispatcher.recorder.add(snapshot)  # first, because the history of an alert must contain its own sample
+        """Judge at least one sample, and send the alerts."""
+        self._dispatcher.recorder.add(snapshot)  # first: its file must contain the sample of an alert
+        self._alert_manager.notes = self._dispatcher.recorder.notes
         alerts = self._alert_manager.process(snapshot)
         if self._count_over() > self._num_over:
             self.tell_verdict()
@@ -71,47 +60,23 @@ class RuleRunner:
         raised: CallbackError | None = None
         began = time.perf_counter()
         for alert in alerts:
-            alert = _with_interval(alert, snapshot)
             try:
-                recorder = self._dispatcher.recorder
-                # The diagnosis compares updates, and advises on them.
-                is_inferred = bool(snapshot.inferred[snapshot.steps == alert.step].any())
-                history = None if is_inferred else recorder.history()
-                told = with_diagnosis(alert, history, earlier=recorder.alerts, **self._context)
-                self.send(told)
+                self.send(alert)
             except CallbackError as error:
                 raised = raised or error
         self._dispatcher.news.seconds_on_alerts += time.perf_counter() - began
         if raised is not None:
             raise raised
 
-    def alert_once(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
-        """Send an alert of the capture itself, once for each title. It begins an episode, like a rule's finding."""
-        found = Alert(title, f"Step {step}: {text}", step, level)
-        if self._dispatcher.is_new(title, found.text) and (alert := self._alert_manager.open(found)) is not None:
-            self.send(alert)
+    def alert_once(self, notice: Notice) -> None:
+        """Send an alert of the capture itself, once for each title."""
+        if notice.step is not None and self._dispatcher.is_new(notice.kind, notice.text):
+            alert = self._alert_manager.report(
+                notice.kind, notice.text, notice.step, notice.level, notice.cause, notice.rival
+            )
+            if alert is not None:
+                self.send(alert)
 
     def send(self, alert: Alert) -> None:
-        """Send an alert with its incident, and the verdict that includes it."""
-        fact = alert.text.partition("\n")[0]
-        at = alert.step
-        incident = Incident(kind_of(alert.title), alert.title, alert.level, at, at, at, fact)
-        self._alert_manager.add(incident)
-        self._dispatcher.send(replace(alert, incident=incident), self.verdict)
-
-    @property
-    def _context(self) -> dict[str, Any]:
-        notes = self._dispatcher.recorder.notes
-        return {"modules": self._modules, "notes": notes, "num_ranks": world_size()}
-
-
-def _with_interval(alert: Alert, snapshot: Snapshot) -> Alert:
-    """Add the interval that was not measured before the alert's sample, since its cause may lie there."""
-    every_S = snapshot.metrics.get(keys.SAMPLE_EVERY, ())
-    every = {int(step): int(every) for step, every in zip(snapshot.steps, every_S, strict=False)}.get(alert.step, 1)
-    if every <= 1 or (isinstance(alert, Finding) and alert.found_in > alert.step):
-        return alert
-    interval = f"What happened between steps {alert.step - every} and {alert.step} was not measured."
-    if isinstance(alert, Finding):
-        return alert.but(more=(*alert.more, interval))
-    return replace(alert, text=f"{alert.text}\n{interval}")
+        """Send an alert, and the verdict that includes its incident."""
+        self._dispatcher.send(alert, self.verdict)

@@ -1,6 +1,6 @@
 """The saved state of a watcher: only numbers, lists and tensors, matched to parameters by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +29,7 @@ def save_state(
     """The step and schedule, the state of rules, guard and metrics, and the samples of the open window."""
     return {
         "sampler": parts.schedule.state_dict(),
-        "alert_manager": alert_manager.state_dict(),
+        "alert_manager": _with_tensors(alert_manager.state_dict()),
         "guard": None if parts.guard is None else parts.guard.state_dict(),
         "said": dispatcher.said,
         "names": list(parts.registry.names),
@@ -77,7 +77,7 @@ def load_state(
         probes.load_state_dict(unchanged[1])
         raise ValueError(f"{_NEEDED}, but its 'guard' or 'metrics' does not fit: {error!r:.200}") from error
     parts.schedule.load_state_dict(saved["sampler"])
-    alert_manager.load_state_dict(saved["alert_manager"])
+    alert_manager.load_state_dict(_with_arrays(saved["alert_manager"]))
     dispatcher.do_not_repeat(saved["said"])
     pipeline.waiting.begin()
     is_own = saved["part_of"] == (_own_part() if parts.shards.any or saved["part_of"] else None)
@@ -94,6 +94,23 @@ def load_state(
 def _own_part() -> list[int]:
     """Identifies the part of the gradients that this rank has: its number, and the number of ranks."""
     return [rank(), world_size()]
+
+
+def _with_tensors(state: Any) -> Any:
+    """The state with a tensor in place of each array, which a checkpoint keeps without running code."""
+    return _converted(state, np.ndarray, torch.from_numpy)
+
+
+def _with_arrays(state: Any) -> Any:
+    return _converted(state, torch.Tensor, lambda tensor: tensor.numpy())
+
+
+def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _converted(value, kind, convert) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_converted(value, kind, convert) for value in state]
+    return convert(state) if isinstance(state, kind) else state
 
 
 def _saved(sample: ArrivedSample) -> dict[str, Any]:

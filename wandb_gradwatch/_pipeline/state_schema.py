@@ -56,14 +56,6 @@ def _fits(schema: Schema) -> Check:
     return holds
 
 
-_EPISODE: Final[Schema] = {
-    "is_open": lambda value: isinstance(value, bool),
-    "num_healthy": _is_count,
-    "num_sent": _is_count,
-    "first_step": _is_count,
-    "level": lambda value: value in ("INFO", "WARN", "ERROR"),
-    "sent_at": _each(lambda age: _is_number(age) and math.isfinite(age)),
-}
 _SAMPLE: Final[Schema] = {
     "step": _is_count,
     "rows": lambda value: _is_tensor(value, None, NUM_COLUMNS, is_float=True),
@@ -80,7 +72,11 @@ _STATE: Final[Schema] = {
         "samples_in_window": _is_count,
         "last_histogram": lambda value: value is None or _is_count(value),
     },
-    "alert_manager": {"rules": _each_value(lambda value: True), "episodes": _each_value(_fits(_EPISODE))},
+    "alert_manager": {
+        "rules": _each_value(lambda value: True),
+        "judge": lambda value: value is None or _is_mapping(value),
+        "book": _is_mapping,
+    },
     "guard": lambda value: value is None or _is_mapping(value),
     "said": _each(lambda value: isinstance(value, str)),
     "names": _each(lambda value: isinstance(value, str)),

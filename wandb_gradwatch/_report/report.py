@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .._diagnosis import CAUSES
+from .._judgement.patterns import texts_by_title
 from .._page.history import RecordedAlert, RunHistory, natural_order
 from .._page.packing import Blob, pool, pool_extremes, pool_width
 from .._page.page import WORDS, page_in, render_content, write_html
@@ -120,8 +120,7 @@ def _alerts(reports: Any, alerts: Sequence[RecordedAlert]) -> Iterator[Any]:
 
 def causes_by_title() -> dict[str, list[str]]:
     """Return the possible causes for each alert's title."""
-    titles = dict.fromkeys(title for of_cause in CAUSES.values() for title in of_cause)
-    return {title: [cause for cause, of_cause in CAUSES.items() if title in of_cause] for title in titles}
+    return texts_by_title()
 
 
 def _runset(reports: Any, run: str | None) -> Any:

@@ -17,6 +17,8 @@ class Notice:
     text: str
     step: int | None = None  # the step of an alert; None: a log message
     level: Literal["WARN", "ERROR"] = "WARN"  # the level of an alert
+    cause: str = ""  # the identifiers of an alert's cause, and of another one that the facts allow as well
+    rival: str = ""
 
 
 class Notices(deque[Notice]):
@@ -34,6 +36,15 @@ class Notices(deque[Notice]):
             self.said_in_process.add(kind)
             self.say(kind, text)
 
-    def alert(self, title: str, text: str, step: int, level: Literal["WARN", "ERROR"] = "WARN") -> None:
+    def alert(
+        self,
+        title: str,
+        fact: str,
+        step: int,
+        level: Literal["WARN", "ERROR"] = "WARN",
+        *,
+        cause: str = "",
+        rival: str = "",
+    ) -> None:
         """Queue an alert about a fault that the capture or the guard has itself detected at this step."""
-        self.append(Notice(title, text, step, level))
+        self.append(Notice(title, fact, step, level, cause, rival))

@@ -12,7 +12,7 @@ from .._runtime.sharding import has_shards, rank
 from .._watch import COMPANIONS, check_options, watch
 from .._watcher import Watcher
 from ..metrics._metric import rules_of
-from ..rules import Alert, Rule, default_rules, rule
+from ..rules import Alert, Judgement, Rule, default_rules, rule
 from ..sinks import Sink
 from ..snapshot import Snapshot, keys
 
@@ -80,7 +80,7 @@ class Session:
         start_step: int = 0,  # used if no saved state contains the step
         goes_on: bool = False,  # True: continue the last training of this session, even if no checkpoint was loaded
         beside: Iterable[Watcher] = (),  # other watchers of the same model, which stay active
-        defaults: Callable[[], list[Rule]] = default_rules,  # not used with the user's rules
+        defaults: Callable[[], list[Rule | Judgement]] = default_rules,  # not used with the user's rules
         sinks: Iterable[Sink] = (),  # in addition to the user's sinks and, on rank 0, to the log for alerts
         **more: Any,  # arguments of watch() that the caller sets
     ) -> None:
@@ -97,7 +97,7 @@ class Session:
         memory = self._memory if goes_on or self._is_loaded else {}
         rules = self.options.get("rules")
         if rules is None:  # watch() would add its defaults only for rules=None, but it receives self._on_sample
-            rules = defaults() + rules_of(self.options.get("metrics") or ())
+            rules = [*defaults(), *rules_of(self.options.get("metrics") or ())]
         options = {**self.options, **more, "rules": [*rules, self._on_sample]}
         options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([_AlertLog()] if rank() == 0 else [])]
         self._is_sharded = has_shards(models)

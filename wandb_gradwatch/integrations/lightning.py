@@ -18,7 +18,7 @@ import torch
 from .._arguments import check, check_flags, is_number, is_whole
 from .._capture.scaling import scale_tensor
 from .._measure.elements import onto
-from ..rules import ExplodingGradient, Rule, default_rules
+from ..rules import Judgement, Rule, default_rules, rule
 from ..sinks import WandbSink
 from ..snapshot import Snapshot
 from ..snapshot._arrays import last_present
@@ -82,7 +82,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         track_epochs: bool = True,
         per_layer: bool = False,
         track_sparsity: bool = True,
-        explosion_threshold: float | None = ExplodingGradient.threshold,
+        explosion_threshold: float | None = None,
         run: Any = None,
         **watch_options: Any,
     ) -> None:
@@ -232,9 +232,19 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
             sinks=[_NamedWandbSink(run, numbers_of, **of_rows) for run in _runs_of(trainer, self._run)],
         )
 
-    def _default_rules(self) -> list[Rule]:
-        exploding = ExplodingGradient(threshold=self.explosion_threshold)
-        return [exploding if isinstance(rule, ExplodingGradient) else rule for rule in default_rules()]
+    def _default_rules(self) -> list[Rule | Judgement]:
+        limit = self.explosion_threshold
+        if limit is None:
+            return default_rules()
+
+        @rule(title="Exploding gradient", level="ERROR")
+        def above(snapshot: Snapshot) -> str | None:
+            norm = float(snapshot.total_grad_norm[0])
+            if snapshot.skipped[0] or not norm > limit:
+                return None
+            return f"Step {snapshot.steps[0]}: the gradient norm is {norm:.3g}, above explosion_threshold={limit:g}."
+
+        return [*default_rules(), above]
 
     def _log_arrived(self, trainer: Any) -> None:
         """Log the due batches whose samples have all arrived. W&B runs receive these numbers in rows of the sinks."""

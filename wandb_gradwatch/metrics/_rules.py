@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from .._analysis.formatting import listing, number
+from .._analysis.formatting import MAX_LAYERS, listing, number
 from .._measure.columns import FloatArray
 from ..rules import Alert
 from ..rules._base import FROM_0, FROM_1, Bounds, Level, ShippedRule, values_of
@@ -31,8 +32,6 @@ class _MetricRule(ShippedRule, ABC):
     metric: ClassVar[tuple[str, str]]  # the family and the metric's name in it
     fact: ClassVar[str]
     item: ClassVar[str]
-    cause: ClassVar[str]
-    remedy: ClassVar[str]
     level: ClassVar[Level] = "WARN"
     _past: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # by name
 
@@ -59,8 +58,8 @@ class _MetricRule(ShippedRule, ABC):
         limits = {name: _said(getattr(self, name)) for name in self.bounds}
         said = {"num": len(found), "first": first, "told": _said(found[first])} | limits
         fact, cause, remedy = self._fact(found, said), self.cause.format(**said), self.remedy.format(**said)
-        names = listing(found, lambda name: self.item.format(name=name, told=_said(found[name])))
-        return self._finding(step, fact, cause, remedy, layers=names, level=self.level)
+        names = [self.item.format(name=name, told=_said(found[name])) for name in islice(found, MAX_LAYERS)]
+        return self._finding(step, fact, layers=names, level=self.level, cause=cause, remedy=remedy)
 
     def _fact(self, found: Mapping[str, Any], said: Mapping[str, Any]) -> str:
         return self.fact.format(**said)
@@ -83,6 +82,8 @@ class NonFiniteActivation(_MetricRule):
     """The alert "Non-finite activation": a module output has NaN or Inf elements. Names the first in the forward."""
 
     title = "Non-finite activation"
+    cause_name = "invalid_operation"
+    advice = "Look at this module's inputs"
     fact = (
         "the output of {first} was the first of the forward that is not finite, with {told} elements; of all "
         "outputs of modules {num} are not finite (threshold: 0)."
@@ -123,6 +124,8 @@ class OutgrownUpdate(_MetricRule):
     patience: int = 10
 
     title = "Update outgrows"
+    cause_name = "optimizer_settings"
+    advice = "Lower beta2, or clip"
     metric = (keys.OPTIMIZER_STATE, keys.STALE)
     bounds: ClassVar[Bounds] = {"threshold": FROM_0, "factor": FROM_1, "patience": (1.0, 32.0)}
     fact = (
@@ -174,6 +177,8 @@ class EntropyCollapse(_LargestOfHeads):
     patience: int = 5
 
     title = "Attention entropy collapse"
+    cause_name = "attention_logits"
+    advice = "Normalise queries and keys"
     metric = (keys.ATTENTION, "entropy_ratio")
     bounds: ClassVar[Bounds] = {"threshold": (0.0, 1.0), "patience": FROM_1}
     fact = (
@@ -205,6 +210,8 @@ class DeadExperts(_MetricRule):
     patience: int = 10
 
     title = "Dead experts"
+    cause_name = "routing"
+    advice = "Add a balancing loss or noise"
     metric = (keys.ROUTER, keys.LOAD_RATIO)
     bounds: ClassVar[Bounds] = {"patience": FROM_1}
     fact = "{num} of the routers sent no token to some experts for {patience} samples."
@@ -241,6 +248,8 @@ class GrowingLogits(_LargestOfHeads):
     patience: int = 16
 
     title = "Attention logits grow"
+    cause_name = "attention_logits"
+    advice = "Normalise queries and keys"
     metric = (keys.ATTENTION, keys.LOGIT_MAX)
     bounds: ClassVar[Bounds] = {"limit": FROM_1, "patience": (8.0, 32.0)}
     item = "{name} {told[0]} (step {told[1]})"
@@ -290,6 +299,8 @@ class RanksDisagree(ShippedRule):
     _apart: list[int] = field(default_factory=list, init=False, repr=False)
 
     title = "Ranks disagree"
+    cause_name = "bad_rank"
+    advice = "Go on from an earlier checkpoint on all ranks"
     cause = (
         "memory or arithmetic of a device that fails and says nothing, or parameters that only this rank has changed, "
         "such as a checkpoint that not all ranks have loaded"
@@ -308,7 +319,7 @@ class RanksDisagree(ShippedRule):
             if self._apart:
                 which, step = listing(self._apart, lambda rank: f"rank {rank}"), int(snapshot.steps[sample])
                 fact = f"the parameters of {which} are not those that most ranks have."
-                yield self._finding(step, fact, self.cause, self.remedy, level="ERROR")
+                yield self._finding(step, fact, level="ERROR")
 
 
 @dataclass(kw_only=True)
@@ -328,6 +339,8 @@ class SlowRank(ShippedRule):
     _in_a_row: int = field(default=0, init=False, repr=False)
 
     title = "Slow rank"
+    cause_name = "bad_rank"
+    advice = "Compare its data loader and host"
     cause = "data that this rank loads more slowly, other work on its host, or a host or device that is slower"
     remedy = "compare what its data loader and its host do with those of another rank"
     bounds: ClassVar[Bounds] = {"factor": FROM_1, "least": FROM_0, "patience": FROM_1}
@@ -347,4 +360,4 @@ class SlowRank(ShippedRule):
                     f"median rank for {self.patience} samples, now {number(slowest)} s and not {number(median)} s, and "
                     "the others wait for it."
                 )
-                yield self._finding(step, fact, self.cause, self.remedy)
+                yield self._finding(step, fact)

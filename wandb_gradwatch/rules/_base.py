@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import textwrap
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
-from .._analysis.formatting import sentence, visible_text
-from .._analysis.memory import PerKind, Remembers
-from .._judgement.incident import Incident
+from .._analysis.formatting import visible_text
+from .._analysis.memory import Remembers
+from .._judgement.incident import Incident, Layer, kind_of
 from .._judgement.incident import Level as Level
 from ..snapshot import Snapshot, keys
-from ..snapshot._overview import Overview
 
-FIRST_STEPS: Final = 2  # steps at which the initial weights and the inputs are checked
-MIN_ELEMENTS: Final = 256  # in all parameters together: smaller models may begin anywhere, and pass through 0
 MAX_TITLE: Final = 63  # W&B documents a limit of 64 characters and does not check it
 
 
@@ -53,45 +49,6 @@ class Alert:
         return visible_text(f"{self.level} at step {self.step}: {self.title}\n{textwrap.indent(self.text, '    ')}")
 
 
-@dataclass(frozen=True)
-class Finding(Alert):
-    """An alert of a shipped rule with the parts of its text, so that a diagnosis can replace the cause or add lines."""
-
-    fact: str = ""
-    layers: str = ""
-    cause: str = ""
-    remedy: str = ""
-    kind: str = ""  # of the fault, if the title covers several kinds
-    more: tuple[str, ...] = ()  # lines of the text between the layers and the cause
-    seen: int = 0  # the step of the newest sample that belongs to the alert, if it is later than `step`
-    found_in: int = 0  # the step of the sample in which the rule found it, if it is later than `step`
-
-    def but(self, **parts: Any) -> Finding:
-        """Return this finding with other parts of its text."""
-        changed = replace(self, **parts)
-        text = sentence(changed.fact, changed.layers, changed.cause, changed.remedy, changed.more)
-        return replace(changed, text=text)
-
-
-def finding(title: str, fact: str, layers: str, cause: str, remedy: str, step: int, level: Level = "WARN") -> Finding:
-    """Return a finding whose text consists of these parts."""
-    text = sentence(fact, layers, cause, remedy)
-    return Finding(title, text, step, level, fact=fact, layers=layers, cause=cause, remedy=remedy)
-
-
-def is_ordinary(snapshot: Snapshot) -> bool:
-    """Whether rules with `is_for_rare_samples` cannot find anything in these samples, so that they are not called.
-
-    Rare samples are the first two steps and samples with NaN or Inf, with a wiring fault that the capture has found, or
-    with a learning rate below 0.
-    """
-    is_rare = any([sample.has_nonfinite or sample.step <= FIRST_STEPS for sample in snapshot.overview])
-    if is_rare or any([key.startswith(keys.WIRING) for key in snapshot.metrics]):
-        return False
-    bad, rates = values_of(snapshot, keys.NUM_NONFINITE_LOSS), values_of(snapshot, keys.LEARNING_RATE)
-    return not any([num > 0 for num in bad] + [rate < 0 for rate in rates])
-
-
 def values_of(snapshot: Snapshot, key: str) -> list[float]:
     """Return a metric's value in each sample, NaN where it was not measured: S values."""
     values_S = snapshot.metrics.get(key)
@@ -105,64 +62,43 @@ SHARE: Final = (0.0, 1.0)
 
 
 class ShippedRule(Remembers):
-    """Base of the shipped rules: it checks their limits when they are created, and saves and loads their state.
+    """Base of the rules of metrics: it checks their limits when they are created, and saves and loads their state.
 
     A limit out of bounds would raise an alert always or never, or an exception in the middle of a training.
     """
 
     title: ClassVar[str]
+    cause_name: ClassVar[str]  # the identifier of its cause
+    cause: ClassVar[str]
+    advice: ClassVar[str]  # what to do, in a few words
+    remedy: ClassVar[str]
     bounds: ClassVar[Bounds] = {}  # the smallest and the largest value of each limit
-    may_be_none: ClassVar[frozenset[str]] = frozenset()  # the names of limits that None switches off
-    is_for_rare_samples: ClassVar[bool] = False
-    # Whether it judges what updates do over several samples. It does not get samples whose update is only inferred: in
-    # a line search they are trial points.
-    judges_updates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, (least, largest) in self.bounds.items():
-            value, none = getattr(self, name), ", or None" if name in self.may_be_none else ""
+            value = getattr(self, name)
             is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not (is_number and least <= float(value) <= largest) and not (none and value is None):
+            if not (is_number and least <= float(value) <= largest):
                 span = f"at least {least:g}" if largest == math.inf else f"between {least:g} and {largest:g}"
-                raise ValueError(f"{type(self).__name__}({name}={value!r}): {name} must be a number, {span}{none}")
+                raise ValueError(f"{type(self).__name__}({name}={value!r}): {name} must be a number, {span}")
 
     def _finding(
-        self, step: int, fact: str, cause: str, remedy: str, *, layers: str = "", level: Level = "WARN", title: str = ""
-    ) -> Finding:
-        """Return an alert at a step, which its text names first."""
-        return finding(title or self.title, f"Step {step}: {fact}", layers, cause, remedy, step, level)
-
-
-@dataclass(kw_only=True)
-class PerKindRule(ShippedRule, ABC):
-    """Base of rules that compare a sample with earlier ones of mostly the same parameters, as of a GAN's critic only.
-
-    Each kind of samples has a rule with the same limits and a state of its own.
-    """
-
-    metric: ClassVar[str] = ""  # the key of the metric that `check_sample` gets
-    _kinds: PerKind[PerKindRule] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._kinds = PerKind(lambda: replace(self))
-
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for kind, samples in self._kinds.of_samples(snapshot, snapshot.overview):
-            for sample, value in kind.prepared(snapshot, samples):
-                yield from kind.check_sample(snapshot, sample, value)
-
-    def prepared(self, snapshot: Snapshot, samples: Sequence[Overview]) -> Iterable[tuple[Overview, Any]]:
-        """Yield the samples to check, each with what `check_sample` needs to know: its metric, NaN if not measured.
-
-        Each sample is checked before the next one is asked for. Samples in which nothing can be found may be left out.
-        """
-        values = values_of(snapshot, self.metric)
-        return [(sample, values[sample.place]) for sample in samples]
-
-    @abstractmethod
-    def check_sample(self, snapshot: Snapshot, sample: Overview, value: Any, /) -> Iterable[Alert]:
-        """Check the next sample of this kind."""
+        self,
+        step: int,
+        fact: str,
+        *,
+        layers: Sequence[str] = (),
+        level: Level = "WARN",
+        cause: str = "",
+        remedy: str = "",
+    ) -> Alert:
+        """Return an alert at a step, with its incident."""
+        incident = Incident(
+            kind_of(self.title), self.title, level, step, step, step, fact,
+            cause=self.cause_name, cause_text=cause or self.cause, advice=self.advice, remedy=remedy or self.remedy,
+            layers=tuple(map(Layer, layers)),
+        )  # fmt: skip
+        return Alert(self.title, incident.message, step, level, incident)
 
 
 @runtime_checkable

@@ -1,1 +1,0 @@
-"""Symptom patterns: each function returns one probable cause that the evidence shows, or None."""
