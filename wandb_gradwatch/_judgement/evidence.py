@@ -150,8 +150,16 @@ class Evidence:
 
     @derived
     def one_moved(self) -> float:
-        """Change of the log norm of the parameter that changed most in the update before, beyond the typical one."""
-        change_P = np.abs(np.nan_to_num(self.f.w_P - self.f.w_before_P))
+        """Change of the log norm of the parameter that changed most by the update before the onset, beyond the typical
+        one."""
+        back = self.onset or 0
+        rows = self.past.rows
+        names = self.structure.names
+        now_P = self.f.rows_PC[:, Column.PARAM_SUM_SQ] if not back else rows.back(Column.PARAM_SUM_SQ, names, back)
+        before_P = rows.back(Column.PARAM_SUM_SQ, names, back + 1)
+        with np.errstate(all="ignore"):
+            change_P = 0.5 * np.abs(np.log(now_P / before_P))
+        change_P = change_P[np.isfinite(change_P)]
         return float(change_P.max() - np.median(change_P)) if change_P.size > 1 else 0.0
 
     # The loss
@@ -186,12 +194,23 @@ class Evidence:
         return self.f.fact("input_num_nonfinite") > 0
 
     @derived
-    def inputs_rise(self) -> float:
-        """Log of the inputs' size / the usual one before."""
+    def _usual_inputs(self) -> float:
         before = [value for value in self.past.scalars["inputs"] if value > 0]
-        if len(before) < 3 or not self.f.inputs > 0:
-            return math.nan
-        return math.log(self.f.inputs / float(np.median(before)))
+        return float(np.median(before)) if len(before) >= 3 else math.nan
+
+    @derived
+    def inputs_jump(self) -> float:
+        """Log of the most unusual inputs of the newest samples / the usual ones before."""
+        newest = [value for value in self._near("inputs", self.f.inputs, (self.onset or 0) + 1) if value > 0]
+        jumps = [math.log(value / self._usual_inputs) for value in newest if self._usual_inputs > 0]
+        return max(jumps, key=abs, default=math.nan)
+
+    @derived
+    def inputs_stay(self) -> bool:
+        """Whether several of the newest inputs are far from usual, this sample's among them."""
+        newest = [value for value in self._near("inputs", self.f.inputs, 3) if value > 0]
+        far = [abs(math.log(value / self._usual_inputs)) > X3 for value in newest if self._usual_inputs > 0]
+        return sum(far) + self.run.num_skipped >= 2 and bool(far and far[-1])
 
     @derived
     def inputs_are_ordinary(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .._analysis.baseline import steady_growth
 from .._analysis.layers import dead_units, feed_nothing, num_units, trend_of, without_inputs
 from .._analysis.memory import Remembers, Streaks
 from .._measure.columns import BoolArray, Column, FloatArray
@@ -25,6 +26,7 @@ from .structure import MIN_WEIGHTS, Structure
 
 # P watched parameters, L modules, N earlier samples
 
+_CLIMBS: Final = 3.0  # log factor of a steady rise
 X2, X3, X5, X10, X30, X100, X1000 = (math.log(factor) for factor in (2, 3, 5, 10, 30, 100, 1000))
 NOTHING: Final = 1e-6  # share of what it is compared with
 SMALL: Final = 0.005  # share of the parameters' norm below which a gradient counts as that much
@@ -64,7 +66,6 @@ class Run(Remembers):
         self.num_repeated = self.num_varied = 0  # samples in a row with repeated inputs; samples with new ones
         self.came_step = -(10**9)  # the step at which parameters got a gradient that had none before
         self.num_jumping = 0  # samples in a row in which a single gradient is far above its usual size
-        self.was_broken = False
         self.has_stepped = False
 
 
@@ -162,11 +163,15 @@ class Facts:
 
     @derived
     def weights(self) -> float:
-        """Log norm of all parameters that are present; NaN if one is not finite."""
+        """Log norm of all parameters, also of those that are missing now; NaN if one is not finite."""
         if self.is_broken:
             return math.nan
         total = self.sample.weights_sq
-        return 0.5 * _log(total if total == total else float(np.nansum(self.rows_PC[:, Column.PARAM_SUM_SQ])))
+        if total != total:
+            known_P = self.past.known_sq.of(self.structure.names)
+            own_P = self.rows_PC[:, Column.PARAM_SUM_SQ]
+            total = float(np.nansum(np.where(np.isnan(own_P), known_P, own_P)))
+        return 0.5 * _log(total)
 
     @derived
     def of_weights(self) -> float:
@@ -188,7 +193,9 @@ class Facts:
         return self.past.places(self.step)
 
     def before(self, name: str, newest: int = 64) -> list[float]:
-        """The known values of a number in the earlier samples, oldest first."""
+        """The known values of a number in the newest earlier samples, oldest first."""
+        if not newest:
+            return []
         values = self.past.scalars[name]
         found = values if len(self.places) == len(values) else [values[place] for place in self.places]
         return [value for value in found[-newest:] if value == value]
@@ -245,16 +252,13 @@ class Facts:
     @derived
     def climb(self) -> float:
         """Log of the factor of a steady rise up to this sample, above all norms before; 0 without one."""
-        norms = [*self.before("raised", 40), self.raised]
-        if self.raised != self.raised or len(norms) < 6 or self.raised < max(norms) - 0.5:
+        norms = [*self.before("raised"), self.raised]
+        if self.raised != self.raised or len(norms) < 5 or self.raised - min(norms) < _CLIMBS:
             return 0.0
-        lowest = [min(norms[max(0, at - 2) : at + 1]) for at in range(len(norms))]
-        start = min(range(len(norms)), key=lowest.__getitem__)
-        part = norms[start:]
-        rise = part[-1] - part[0]
-        if len(part) < 5 or rise <= 0 or max(b - a for a, b in zip(part, part[1:], strict=False)) > 2 / 3 * rise:
-            return 0.0
-        return rise if _rank_correlation(part) > 0.9 else 0.0
+        steps = self.past.scalars["step"]
+        known = [steps[place] for place in self.places if self.past.scalars["raised"][place] == self.past.scalars["raised"][place]]
+        growth = steady_growth(norms, [*map(int, known), self.step], factor=math.exp(_CLIMBS))
+        return 0.0 if growth is None else math.log(growth.factor)
 
     @derived
     def fell(self) -> float:
@@ -421,7 +425,7 @@ class Facts:
     @derived
     def loss_above(self) -> float:
         """The loss above the largest before, in `loss_unit`."""
-        return (self.loss - max(self.losses)) / self.loss_unit if len(self.losses) >= 5 else math.nan
+        return (self.loss - max(self.losses)) / self.loss_unit if len(self.losses) >= 5 and self.loss_unit else math.nan
 
     @derived
     def loss_stays_above(self) -> float:
@@ -433,7 +437,7 @@ class Facts:
         median = _median(earlier)
         deviation = 1.4826 * _median([abs(value - median) for value in earlier])
         unit = max(max(earlier) - min(earlier), 10 * deviation, 1e-3 * abs(median))
-        return (min(newest) - max(earlier)) / unit
+        return (min(newest) - max(earlier)) / unit if unit > 0 else math.nan
 
     @derived
     def loss_is_usual(self) -> bool:
@@ -771,12 +775,6 @@ def _second(values: Sequence[float]) -> float:
 def _largest(values: FloatArray) -> float:
     known = values[values == values]
     return float(known.max()) if known.size else math.nan
-
-
-def _rank_correlation(values: Sequence[float]) -> float:
-    ranks = np.argsort(np.argsort(values)) - (len(values) - 1) / 2
-    places = np.arange(len(values)) - (len(values) - 1) / 2
-    return float(ranks @ places / (places @ places))
 
 
 __all__ = ["MIN_WEIGHTS", "Facts", "Run", "where"]

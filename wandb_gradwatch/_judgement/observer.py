@@ -109,11 +109,14 @@ class Observer:
     def _remember(self, facts: Facts) -> None:
         """Add the sample to the past of its kind. Trial points and samples without an update do not belong to it."""
         past, names = facts.past, facts.structure.names
-        self.run.was_broken |= facts.is_broken
-        if facts.skipped or facts.is_empty or bool(facts.snapshot.inferred[facts.place]):
+        is_trial = bool(facts.snapshot.inferred[facts.place])
+        self.run.has_stepped |= not is_trial
+        if facts.skipped or facts.is_empty or (is_trial and self.run.has_stepped):
             return
         past.add(facts.scalars())
         past.rows.add(names, facts.rows_PC)
+        known_P, own_P = past.known_sq.of(names), facts.rows_PC[:, Column.PARAM_SUM_SQ]
+        np.copyto(known_P, own_P, where=own_P == own_P)
 
     def state_dict(self) -> dict[str, Any]:
         return {"run": self.run.state_dict(), "kinds": self._kinds.state_dict(), "next_step": self._next_step}

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from .._analysis.baseline import evenly_apart
-from .._analysis.memory import Remembers, Streaks
+from .._analysis.memory import PerName, Remembers, Streaks
 from .._measure.columns import NUM_COLUMNS, FloatArray
 
 # N remembered samples, P watched parameters, C columns
@@ -79,6 +79,7 @@ class Past(Remembers):
     def __init__(self) -> None:
         self.scalars: dict[str, list[float]] = {name: [] for name in SCALARS}
         self.rows = Rows()
+        self.known_sq = PerName(math.nan)  # squared norm of each parameter when it was last seen
         self.num_seen = 0  # samples
         self.record = -math.inf  # the largest log norm so far; it fades
         self.largest = -math.inf  # the largest log norm of all
@@ -123,8 +124,8 @@ class Past(Remembers):
             return
         self.num_norms += 1
         self.largest = max(self.largest, scalars["norm"]) if scalars["norm"] == scalars["norm"] else self.largest
-        if self.num_norms <= _FIRST:
-            self.beginning = max(self.beginning, raised)
+        if self.num_norms <= _FIRST and scalars["norm"] > 0:
+            self.beginning = max(self.beginning, math.log(scalars["norm"]))
         self.record = max(self.record - _FADING, raised)
         if self.num_norms == 2 * _FIRST:
             # The first norms of a run are often 100 times as large as all later ones, and would hide an explosion.

@@ -70,7 +70,7 @@ _PATTERNS: Final = (
     Pattern("not_in_optimizer", "O", lambda e: True),
     Pattern("zero_grad_missing", "Z", lambda e: True, lambda e: "gradients were neither None nor 0 before the backward"),
     Pattern("schedule", "R", lambda e: True, lambda e: f"the learning rate is {number(e.f.rate)}"),
-    Pattern("inputs_zero", "0DMVT", lambda e: e.f.fact("input_zero_ratio") == 1, lambda e: "all elements of the inputs are 0"),
+    Pattern("inputs_zero", "0DMVTANF", lambda e: e.f.fact("input_zero_ratio") == 1, lambda e: "all elements of the inputs are 0"),
     Pattern("inputs_repeated", "2", lambda e: True),
     Pattern(
         "nonfinite_inputs", "NFA", _bad_inputs,
@@ -94,6 +94,14 @@ _PATTERNS: Final = (
         "learning_rate_too_high", _UP + "VDSMTB", _rate_rose,
         lambda e: f"the learning rate rose {times(e.rate_rise)} in the samples before",
     ),
+    Pattern(
+        "data_changed", "EQLGDAN", lambda e: abs(e.inputs_jump) > X3 and e.inputs_stay,
+        lambda e: f"the inputs are {number(math.exp(e.inputs_jump))} times their usual size, and stay so",
+    ),
+    Pattern(
+        "bad_batch", "EQLG", lambda e: abs(e.inputs_jump) > X3,
+        lambda e: f"the inputs were {number(math.exp(e.inputs_jump))} times their usual size", "data_changed",
+    ),
     Pattern("wrong_sign", "B", lambda e: e.f.loss_below_0, lambda e: "the loss fell through 0", "unbounded_loss"),
     Pattern("wrong_sign", "B", lambda e: True, lambda e: f"the loss is {number(e.f.loss)}", "unbounded_loss"),
     # The beginning
@@ -101,6 +109,7 @@ _PATTERNS: Final = (
         "data_scale", _UP + "CDVXT", lambda e: e.run.inputs_first > 50 and e.is_early,
         lambda e: f"the first inputs have a root mean square of {number(e.run.inputs_first)}",
     ),
+    Pattern("data_scale", "T", lambda e: e.run.loss_first > 1000, lambda e: f"the first loss is {number(e.run.loss_first)}"),
     Pattern("data_scale", "X", lambda e: True),
     Pattern("constant_initialisation", "Y", lambda e: True),
     Pattern("poor_initialisation", "I", lambda e: True),
@@ -214,7 +223,6 @@ _PATTERNS: Final = (
     Pattern("data_scale", _UP + "D", lambda e: e.run.of_first > _HUGE_FIRST and e.is_early, lambda e: f"the first gradient is {times(e.run.of_first)} the parameters", "learning_rate_too_high"),
     Pattern("learning_rate_too_high", "EQGL", lambda e: e.update_came_first and not e.gradient_came_first, lambda e: f"an update before it moved the parameters' norm by {percent(e.moved_before)}", "broken_weights"),
     Pattern("wrong_sign", "L", lambda e: e.f.climb > 3 and e.step < 100, lambda e: "the loss rises from the start", "learning_rate_too_high"),
-    Pattern("data_changed", "EQL", lambda e: e.inputs_rise > X3, lambda e: f"the inputs are {times(e.inputs_rise)} their usual size"),
     Pattern("data_changed", "E", lambda e: e.gradient_came_first and e.stayed >= 2, lambda e: f"at step {e.onset_step} the norm rose {times(e.jump)} and stays", "data_scale"),
     Pattern("bad_batch", "EQ", lambda e: e.gradient_came_first and e.stayed < 2, lambda e: f"at step {e.onset_step} the norm was {times(e.jump)} the usual one", "data_changed"),
     Pattern("bad_batch", "Q", lambda e: True),

@@ -80,7 +80,7 @@ def _is_large(facts: Facts) -> bool:
 
 def _grown(facts: Facts) -> bool:
     """The norm rises steadily, and the rise does harm."""
-    if not (facts.climb > 3.0 and facts.of_largest >= 0) or facts.loss_falls:
+    if not facts.climb > 0 or facts.of_largest < 0 or facts.loss_falls:
         return False
     harm = facts.moved_twice > MOVED or (facts.loss_rises and facts.of_begin > X5)
     return harm or facts.loss_of_first < -5
@@ -245,6 +245,14 @@ def _large_gain_P(facts: Facts) -> BoolArray:
     return large_P
 
 
+def _large_outputs(facts: Facts) -> bool:
+    """The first outputs are large, and the loss is far above that of guessing among as many classes."""
+    if not (facts.is_fresh and facts.is_first) or facts.inputs > 10:
+        return False
+    width = facts.fact("output_width")
+    return facts.fact("output_rms") > 10 and width > 1 and facts.loss > 3 * math.log(width)
+
+
 def _large_bias_P(facts: Facts) -> BoolArray:
     if not (facts.is_fresh and facts.num_before == 0):
         return np.zeros(0, dtype=bool)
@@ -255,17 +263,20 @@ def _large_bias_P(facts: Facts) -> BoolArray:
 
 def _constant_P(facts: Facts) -> BoolArray:
     """Layers whose units are all equal: their biases have one gradient, or their weights one value."""
-    if not (facts.is_fresh and facts.is_first):
+    if not (facts.is_fresh and facts.num_before == 0):
         return np.zeros(0, dtype=bool)
     low_P, high_P = facts.rows_PC[:, Column.GRAD_MIN], facts.rows_PC[:, Column.GRAD_MAX]
     is_bias_P, size_P, rms_P, gain_P = facts.structure.is_bias_P, facts.sizes_P, facts.rms_P, facts.gain_P
     equal_P = (low_P == high_P) & (high_P != 0) & is_bias_P & (size_P >= 4)
     with np.errstate(invalid="ignore"):
-        exact_P = np.abs(rms_P - np.float32(rms_P).astype(float)) < 1e-12 * rms_P
+        exact_P = np.abs(rms_P - np.float32(rms_P).astype(float)) < 1e-13 * rms_P
         on_purpose_P = (np.abs(gain_P - 1) < 1e-3) | (np.abs(gain_P**2 - rms_P) < 1e-3 * rms_P)
     all_zero = bool(np.nanmax(gain_P, initial=0.0) == 0)
     zero_P = np.isfinite(gain_P) & bool((facts.rows_PC[:, Column.GRAD_SUM_SQ] == 0).any()) & all_zero
     value_P = exact_P & ~on_purpose_P & np.isfinite(gain_P) & (rms_P > 0) & facts.is_weight_P
+    has_one_value_P = value_P | (facts.rows_PC[:, Column.PARAM_SUM_SQ] == 0)
+    of_module_P = facts.structure.module_P
+    equal_P &= np.isin(of_module_P, of_module_P[has_one_value_P & ~is_bias_P])
     constant_P: BoolArray = equal_P | zero_P | value_P
     return constant_P
 
@@ -322,8 +333,9 @@ def _rises_for_long(facts: Facts) -> bool:
 
 def _at_chance(facts: Facts) -> bool:
     """The loss is still that of guessing among as many classes as the model has outputs."""
-    width = facts.fact("output_width")
-    if not width > 1 or facts.step < 200:
+    width, trainable_P = facts.fact("output_width"), facts.snapshot.trainable
+    is_mostly_frozen = 2 * np.count_nonzero(trainable_P) < len(trainable_P)
+    if not width > 1 or facts.step < (200 if is_mostly_frozen else 1000):  # healthy trainings stay on plateaus
         return False
     chance = math.log(width)
     return abs(facts.loss - chance) < 0.02 * chance and facts.run.loss_least > 0.95 * chance
@@ -511,7 +523,7 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
     Symptom(
         *UNCHANGED, "ERROR", lambda f: f.is_still and f.matters and f.rate != f.rate,
         lambda f: f"no parameter changes, although the gradient norm is {number(f.norm)}: no optimizer step was seen",
-        samples=2 * SURE,
+        samples=2 * SURE, always=True,
     ),
     Symptom(
         *UNCHANGED, "ERROR", lambda f: f.moves_nothing and f.of_largest > -X1000 and f.norm > 0,
@@ -542,8 +554,9 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
         lambda f: "all units of a layer begin equal, and get equal updates", of="parameters",
     ),
     Symptom(
-        *INITIAL, "WARN", lambda f: f.is_fresh and f.is_first and f.fact("output_rms") > 10 and not f.inputs > 10,
-        lambda f: f"the first outputs have a root mean square of {number(f.fact('output_rms'))}",
+        *INITIAL, "WARN", _large_outputs,
+        lambda f: f"the first outputs have a root mean square of {number(f.fact('output_rms'))}, the first loss is "
+        f"{number(f.loss)}",
     ),
     Symptom(
         "large_inputs", "Large inputs", "WARN", lambda f: f.is_first and f.inputs > 50,
