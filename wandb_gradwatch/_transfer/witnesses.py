@@ -111,14 +111,15 @@ class Witnesses:
         most = _num_witnesses(len(self._sizes))
         pieces = []
         for tensor in tensors:
-            elements = tensor
-            if type(tensor) not in _PLAIN or not tensor.is_contiguous() or tensor.is_neg():
-                elements = elements_of(tensor)[0] if tensor.layout is torch.strided else tensor.new_zeros(0)
-            size = elements.numel()
-            num = min(size, most)
-            pieces.append(elements.as_strided((num,), (max(size // most, 1),)))
+            num = 0
+            if tensor.layout is torch.strided:  # to coalesce a sparse gradient, the host would wait
+                is_plain = type(tensor) in _PLAIN and tensor.is_contiguous() and not tensor.is_neg()
+                elements = tensor if is_plain else elements_of(tensor)[0]
+                size = elements.numel()
+                num = min(size, most)
+                pieces.append(elements.as_strided((num,), (max(size // most, 1),)))
             if num < most:
-                pieces.append(self._padding(most - num, elements))
+                pieces.append(self._padding(most - num, tensor))
         flat = torch.cat(pieces)
         return flat.to(wide_dtype(flat.device)).view(len(tensors), most)
 
