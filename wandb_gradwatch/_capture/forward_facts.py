@@ -211,20 +211,18 @@ class ForwardFacts:
         device = next((one.device for one in tensors if not one.is_cpu), tensors[0].device)  # so that nobody waits
         read = {id(one): _thinned(one) for one in (*given, *outputs)}
         rows = self._row_pair([read[id(one)] for one in inputs], [read[id(one)] for one in outputs], device)
-        wide = wide_dtype(device)
-        variance = rows.new_zeros(1)
+        variance = is_equal = None
         batch = next((read[id(one)] for one in outputs if one.ndim), None)
         if batch is not None and len(batch) > 1:
-            narrow = batch.dtype.itemsize < 4
-            variances = torch.var(batch.float() if narrow else batch, dim=0, correction=0)
-            variance, forward.num_features = variances.sum(dtype=wide).reshape(1), variances.numel()
-        is_equal = rows.new_zeros(1)
+            variances = torch.var(batch.float() if batch.dtype.itemsize < 4 else batch, dim=0, correction=0)
+            variance, forward.num_features = variances.sum(dtype=rows.dtype), variances.numel()
         if given:
             checksum = self._checksum([read[id(one)] for one in given], device)
             if (before := self._checksums.get(number)) is not None and before.device == device:
-                is_equal, forward.num_compared = (checksum == before).to(wide).reshape(1), 1
+                is_equal, forward.num_compared = checksum == before, 1
             self._checksums[number] = checksum
-        return torch.cat([rows, variance, is_equal])
+        others = [rows.new_zeros(1) if one is None else one.reshape(1).to(rows.dtype) for one in (variance, is_equal)]
+        return torch.cat([rows, *others])
 
     def _row_pair(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the sums of the rows of all inputs and of all outputs, one after the other: [2 * C]."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -13,10 +14,10 @@ from .wrappers import HookOwner, TransientHook
 
 
 class _RootHook(TransientHook):
-    """A transient hook that runs uncompiled, if the compiled part of the model is its `forward`."""
+    """A transient hook that runs uncompiled where only the model's `forward` is compiled."""
 
-    def __call__(self, *args: Any) -> None:
-        super().__call__(*args)
+    # A copy of the method without another frame: the compiler's strategy belongs to the code, which others share.
+    __call__ = FunctionType(TransientHook.__call__.__code__.replace(), TransientHook.__call__.__globals__)
 
 
 _EVAL_FRAME: Final[Any] = torch._C._dynamo.eval_frame
