@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.hooks import RemovableHandle
 
 from .._interruptions import raise_interruption
 from .._measure.columns import NUM_COLUMNS, Column
@@ -21,7 +20,8 @@ from .._measure.measure import measure
 from .._measure.probe_values import ProbeSums
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary, graph_is_made
-from .._runtime.wrappers import TransientHook, leaves_in
+from .._runtime.root_hooks import RootHooks
+from .._runtime.wrappers import leaves_in
 from .._transfer.transfers import Found
 from ..snapshot import keys
 from .clock import SampleClock
@@ -99,10 +99,9 @@ def _merged(name: str, one: float, later: float) -> float:
 class ForwardFacts:
     """Facts about the open sample's forwards, which are pending until a backward has ended or an optimizer steps.
 
-    Only training forwards count: those with gradients enabled, of a model in training mode, outside of a backward. The
-    hooks are registered once and stay until `remove`, because torch.compile may look at them; within a compiled region
-    they do nothing, so there is nothing to know about a model that was compiled after watch(). If the hook of a model
-    is refused (TorchScript), there are no facts either.
+    Only training forwards count: those with gradients enabled, of a model in training mode, outside of a backward. A
+    compiled function that calls the model does not call the hook, and TorchScript refuses hooks: then there are no
+    facts.
 
     Of one tensor at most about a million elements are read, at fixed strides, for all facts but those of shapes and
     dtypes. Tensors that are sparse, nested, sharded or of a class that wraps others are left out. The hook runs after
@@ -119,14 +118,13 @@ class ForwardFacts:
         self._sample, self._pending = _Forwards(), _Forwards()
         self._checksums: dict[int, Tensor] = {}  # by the number of the model: of its last measured forward
         self._random: dict[torch.device, Tensor] = {}  # the factor of each place in a checksum
-        self._handles: list[RemovableHandle] = []
+        self._hooks = RootHooks(self, self._boundary)
 
     def start(self, models: Iterable[nn.Module]) -> None:
         """Register the hooks."""
         for number, model in enumerate(models):
-            hook = TransientHook(self, partial(self._forward_done, number))
             try:
-                self._handles.append(model.register_forward_hook(hook, with_kwargs=True))
+                self._hooks.register(model, partial(self._forward_done, number))
             except Exception as error:  # TorchScript's modules refuse it
                 raise_interruption(error)
 
@@ -143,6 +141,7 @@ class ForwardFacts:
     def begin(self, *, is_sampled: bool) -> None:
         """Begin a sample; unless it `is_sampled`, forwards are not looked at."""
         self._is_sampled = is_sampled and not self._boundary.stopped
+        self._hooks.follow_compiler()
         self._sample = _Forwards()
         if not is_sampled:
             self._pending = _Forwards()
@@ -170,9 +169,8 @@ class ForwardFacts:
     def remove(self) -> None:
         """Remove every hook. Idempotent."""
         self._is_sampled = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._checksums, self._random = [], {}, {}
+        self._hooks.remove()
+        self._checksums, self._random = {}, {}
         self._sample, self._pending = _Forwards(), _Forwards()
 
     def caught(self, error: Exception) -> None:
@@ -213,20 +211,18 @@ class ForwardFacts:
         device = next((one.device for one in tensors if not one.is_cpu), tensors[0].device)  # so that nobody waits
         read = {id(one): _thinned(one) for one in (*given, *outputs)}
         rows = self._row_pair([read[id(one)] for one in inputs], [read[id(one)] for one in outputs], device)
-        wide = wide_dtype(device)
-        variance = rows.new_zeros(1)
+        variance = is_equal = None
         batch = next((read[id(one)] for one in outputs if one.ndim), None)
         if batch is not None and len(batch) > 1:
-            narrow = batch.dtype.itemsize < 4
-            variances = torch.var(batch.float() if narrow else batch, dim=0, correction=0)
-            variance, forward.num_features = variances.sum(dtype=wide).reshape(1), variances.numel()
-        is_equal = rows.new_zeros(1)
+            variances = torch.var(batch.float() if batch.dtype.itemsize < 4 else batch, dim=0, correction=0)
+            variance, forward.num_features = variances.sum(dtype=rows.dtype), variances.numel()
         if given:
             checksum = self._checksum([read[id(one)] for one in given], device)
             if (before := self._checksums.get(number)) is not None and before.device == device:
-                is_equal, forward.num_compared = (checksum == before).to(wide).reshape(1), 1
+                is_equal, forward.num_compared = checksum == before, 1
             self._checksums[number] = checksum
-        return torch.cat([rows, variance, is_equal])
+        others = [rows.new_zeros(1) if one is None else one.reshape(1).to(rows.dtype) for one in (variance, is_equal)]
+        return torch.cat([rows, *others])
 
     def _row_pair(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the sums of the rows of all inputs and of all outputs, one after the other: [2 * C]."""

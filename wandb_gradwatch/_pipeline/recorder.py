@@ -28,7 +28,7 @@ TABLE_COLUMNS: Final = (
 )
 FORMAT: Final = 2  # of the file, which recording.py reads
 ARRAYS: Final = ("steps", "rows", "loss_scale", "skipped", "trainable")  # arrays that are saved in the file
-OF_PARAMETERS: Final = "parameter/"  # begins the arrays of Snapshot.per_parameter in the file
+OF_PARAMETERS: Final = "fact/"  # begins the arrays of Snapshot.per_parameter in the file
 _KEPT: Final = (*ARRAYS, "names", "metrics", "overhead_ratio", "per_parameter")
 
 Note = dict[str, str | int | float | bool | None]

@@ -11,18 +11,16 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.functional import pad
 
 from .._measure.columns import FloatArray
-from .._measure.elements import elements_of, wide_dtype
+from .._measure.elements import all_readable, elements_of, wide_dtype
 
 # P watched parameters, N of them written at once, K witnesses of each
 
 MAX_WITNESSES: Final = 256  # of one parameter
 _MIN_WITNESSES: Final = 16
 _MAX_ELEMENTS: Final = 2**18  # of all parameters, 4 MB with their gradients: the more parameters, the fewer of each
-_PLAIN: Final = frozenset([Tensor, Parameter])
 
 
 class Compared(NamedTuple):
@@ -87,14 +85,19 @@ class Witnesses:
 
         Cost: a view of each tensor, and one copy of all tensors of a dtype.
         """
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-        for place, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
-            by_dtype.setdefault((gradient.dtype, parameter.dtype), []).append(place)
-        for places in by_dtype.values():
-            some = [[tensors[place] for place in places] for tensors in (gradients, parameters)]
-            self._put([slots[place] for place in places], torch.stack(list(map(self._taken, some))))
+        num, tensors = len(slots), [*gradients, *parameters]
+        dtypes = [tensor.dtype for tensor in tensors]
+        if dtypes.count(dtypes[0]) == 2 * num:  # the usual case
+            self._put(slots, self._taken(tensors).view(2, num, -1))
+        else:
+            by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+            for place, kind in enumerate(zip(dtypes[:num], dtypes[num:], strict=True)):
+                by_dtype.setdefault(kind, []).append(place)
+            for places in by_dtype.values():
+                some = [self._taken([of_kind[place] for place in places]) for of_kind in (gradients, parameters)]
+                self._put([slots[place] for place in places], torch.stack(some))
         sizes = self._sizes.copy()
-        sizes[list(slots)] = [parameter.numel() for parameter in parameters]
+        sizes[list(slots)] = list(map(Tensor.numel, parameters))
         self._sizes = sizes
 
     def _put(self, slots: Sequence[int], taken: Tensor) -> None:
@@ -109,16 +112,14 @@ class Witnesses:
     def _taken(self, tensors: Sequence[Tensor]) -> Tensor:
         """Copy elements at a fixed stride of each tensor, followed by zeros if it has fewer: [N, K]."""
         most = _num_witnesses(len(self._sizes))
+        if not all_readable(tensors, tensors[0].device.type if tensors[0].is_cuda else "cpu"):
+            tensors = [_elements(tensor) for tensor in tensors]
         pieces = []
-        for tensor in tensors:
-            elements = tensor
-            if type(tensor) not in _PLAIN or not tensor.is_contiguous() or tensor.is_neg():
-                elements = elements_of(tensor)[0] if tensor.layout is torch.strided else tensor.new_zeros(0)
-            size = elements.numel()
-            num = min(size, most)
-            pieces.append(elements.as_strided((num,), (max(size // most, 1),)))
-            if num < most:
-                pieces.append(self._padding(most - num, elements))
+        for tensor, size in zip(tensors, map(Tensor.numel, tensors), strict=True):
+            if size >= most:
+                pieces.append(tensor.as_strided((most,), (size // most,)))
+            else:
+                pieces += (tensor.view(-1), self._padding(most - size, tensor))
         flat = torch.cat(pieces)
         return flat.to(wide_dtype(flat.device)).view(len(tensors), most)
 
@@ -159,6 +160,13 @@ class Witnesses:
         return compared
 
 
+def _elements(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements, contiguous; none of a sparse one, because to coalesce it the host would wait."""
+    if tensor.layout is torch.strided:
+        return elements_of(tensor)[0]
+    return torch.zeros(0, dtype=tensor.dtype, device=tensor.device)
+
+
 def _num_witnesses(num_names: int) -> int:
     return max(min(_MAX_ELEMENTS // max(num_names, 1), MAX_WITNESSES), _MIN_WITNESSES)
 
@@ -169,6 +177,6 @@ def _sums(now: Tensor, before: Tensor) -> Tensor:
     squares_before = before.square()
     terms = (
         *(now[0] * before[0], now[0].square(), squares_before[0]),
-        *((now[1] - before[1]).square(), squares_before[1], now[1].view(bits) != before[1].view(bits)),
+        *((now[1] - before[1]).square(), squares_before[1], (now[1].view(bits) != before[1].view(bits)).to(now.dtype)),
     )
-    return torch.stack([term.sum(dim=1, dtype=now.dtype) for term in terms])
+    return torch.stack(terms).sum(dim=2)
