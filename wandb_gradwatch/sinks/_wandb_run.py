@@ -17,7 +17,9 @@ from ._history_row import HistoryRow, Rebinner, TableRow, ZerosLeftOut
 from ._row_scheduler import RowScheduler, logger, row_scheduler_of
 
 MAX_METRICS: Final = 10_000  # W&B recommends fewer distinct metrics in a run
-_ALERT_WAIT_SECONDS: Final = 1  # W&B drops alerts with the same title within this time; 0 means W&B's default of 60
+# W&B drops alerts with the same title within this time; 0 means W&B's default of 60. An incident whose level rises is
+# told again, perhaps at the next step.
+_ALERT_WAIT_SECONDS: Final = 0.001
 MAX_INCIDENTS_BYTES: Final = 20_000  # W&B sends the whole summary every 15 seconds
 _STARVED_WINDOWS: Final = 8  # queued rows from which on the user is warned
 
