@@ -200,7 +200,9 @@ def _plain(value: Any) -> Any:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+    """Begin with a capital, unless the first word is a name such as "head.weight", and end with a full stop."""
+    begin = text[:1].upper() if text.partition(" ")[0].isalpha() else text[:1]
+    return f"{begin}{text[1:].rstrip('.')}." if text else ""
 
 
 def _cut(text: str, most: int) -> str:
