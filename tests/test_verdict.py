@@ -62,6 +62,13 @@ def test_an_incident_is_in_the_runs_file_with_its_end(watched: Any, offline_run:
     assert summary_of(offline_run)["gradwatch/verdict"] == of_run.verdict.sentence
 
 
+def test_while_an_incident_lasts_its_last_step_in_the_run_goes_on(watched: Any, offline_run: Any) -> None:
+    _, _model = trained(watched, *[CALM] * 30, *[BAD] * 8, sinks=[WandbSink(offline_run)])
+    (told,) = json.loads(offline_run.summary["gradwatch/incidents"])
+    assert told["first_step"] == 31
+    assert 34 <= told["last_step"] <= 38  # after 1, 2, 4, ... rows
+
+
 def test_a_calm_run_has_a_verdict_at_its_end_and_no_incidents(watched: Any, offline_run: Any) -> None:
     _, _model = trained(watched, *[CALM] * 5, sinks=[WandbSink(offline_run)])
     assert "gradwatch/verdict" not in dict(offline_run.summary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 Level = Literal["INFO", "WARN", "ERROR"]
@@ -135,7 +135,7 @@ class Incident:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold: numbers that are missing or infinite are None."""
-        known = {**asdict(self), "values": dict(self.values), "message": self.message}
+        known = vars(self) | {"layers": [vars(layer) for layer in self.layers], "message": self.message}
         plain: dict[str, Any] = _plain(known)
         return plain | {"schema_version": SCHEMA_VERSION}
 
@@ -192,7 +192,7 @@ def _number(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
