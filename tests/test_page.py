@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import wandb
-from fake_run import ALERTS, BROKEN, FROZEN, GPT_NAMES, write_fake_run
+from fake_run import BROKEN, FROZEN, GPT_NAMES, INCIDENTS, write_fake_run
 from hypothesis import given
 from hypothesis import strategies as st
 from wandb.proto.wandb_internal_pb2 import Record
@@ -26,6 +26,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from benchmarks.page import write_record
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._analysis.formatting import visible_text
+from wandb_gradwatch._judgement.incident import Incident
 from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page import packing, read
 from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedAlert, RunHistory, natural_order
@@ -103,17 +104,24 @@ def test_a_value_that_was_not_logged_is_missing_and_never_zero(history: RunHisto
     assert (frozen[9:] > 0).all()
 
 
-def test_alerts_stand_at_the_step_that_their_text_names(history: RunHistory) -> None:
-    assert [(alert.title, alert.step, alert.level) for alert in history.alerts] == [
-        (alert.title, alert.step, alert.level) for alert in ALERTS
+def test_the_page_lists_incidents_and_the_scripts_own_alerts_the_worst_first(history: RunHistory) -> None:
+    assert history.incidents == INCIDENTS
+    own = (RecordedAlert("mine", "text", "WARN", 30), RecordedAlert("mine", "worse", "ERROR", 300))
+    content = build_payload(replace(history, alerts=(*history.alerts, *own)))[0]
+    assert [(one["title"], one["level"], one["step"]) for one in content["alerts"]] == [
+        *(("NaN gradient", "ERROR", 265), ("mine", "ERROR", 300), ("Exploding gradient", "WARN", 260))
     ]
+    assert content["alerts"][1]["times"] == [{"step": 30, "level": "WARN"}, {"step": 300, "level": "ERROR"}]
+    assert [Incident.from_dict(one) for one in content["incidents"]] == list(INCIDENTS)
+    assert content["incidents"][0]["text"] == INCIDENTS[0].text
+    assert content["verdict"]["status"] == "error"
 
 
-def test_an_alert_without_a_step_stands_at_the_last_row_before_it() -> None:
+def test_an_alert_stands_at_the_last_row_before_it() -> None:
     reading = RunReader(Path("run-x.wandb"))
     reading.take_alert("early", "before any row", "INFO")
     reading.take_row({"gradwatch/step": 70, "gradwatch/grad_norm": 1.0})
-    reading.take_alert("mine", "a footstep 12, no number of ours", "WARN")
+    reading.take_alert("mine", "of step 12, says its text", "WARN")
     assert [alert.step for alert in reading.history().alerts] == [None, 70]
 
 

@@ -1,21 +1,24 @@
-"""Builds the content of a run's page: small data as JSON, names x steps matrices as packed bytes."""
+"""Builds the content of a run's page: small data as JSON, names x steps matrices as packed bytes.
+
+`verdict` is Verdict.to_dict() without its incidents. `incidents` are the Incident.to_dict() of all, with their full
+`text`, in the order in which they were found. `alerts` are what the page lists and flags, the worst first: each
+incident, and the alerts that the user's script sent, folded by title.
+"""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Final
 
 import numpy as np
 
-from .._analysis.formatting import FOUND_PREFIX
+from .._judgement.incident import LEVELS, Incident
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
 from .columns import OF_WINDOW, columns_of, recorded_values, spread, window_starts
 from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, Samples, natural_order
 from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width, thinned_samples
-from .verdict import fold, judge, severity
 
 # P names, W columns of a picture; limits keep the page small
 
@@ -41,8 +44,6 @@ _METRIC_ORDER: Final = (
     *("rms", "mean", "std", "min", "max", "abs_max", "dead_ratio", "zero_ratio", "num_nonfinite"),
 )
 _Series = Mapping[str, Mapping[str, FloatArray]]  # by name, then by metric: values
-_HEAD: Final = re.compile(r"(?P<Operation>\S+) (?:in )?(?P<Module>.+?), (?P<Line>[^,]+), made (?P<Made>.+)")
-_PARTS: Final = {"It read ": "Read", "From there it reached ": "Reached", "Within ": "Near", "Remedy: ": "Remedy"}
 
 
 def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
@@ -54,8 +55,9 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     content = {
         "run": describe_run(history),
         "notes": list(history.notes),
-        "verdict": asdict(judge(history)),
-        "alerts": [_alert(group) for group in fold(history.alerts)],
+        "verdict": {key: value for key, value in history.verdict.to_dict().items() if key != "incidents"},
+        "incidents": [incident.to_dict() | {"text": incident.text} for incident in history.incidents],
+        "alerts": _alerts(history),
         "steps": pool_steps(history.steps, points)[1].tolist(),
         "starts": window_starts(history, points).tolist(),
         "measured": pack_measured(history.samples, history.measured, blob),
@@ -79,12 +81,36 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     return content, blob
 
 
+def _alerts(history: RunHistory) -> list[dict[str, Any]]:
+    """List the incidents, and the alerts of the user's script by title; the worst first, then by their first step."""
+    titles = {incident.title for incident in history.incidents}
+    others: dict[str, list[RecordedAlert]] = {}
+    for alert in history.alerts:
+        if alert.title not in titles:
+            others.setdefault(alert.title, []).append(alert)
+    listed = [*map(_incident, history.incidents), *map(_alert, others.values())]
+    return sorted(listed, key=lambda one: (-_severity(one["level"]), math.inf if one["step"] is None else one["step"]))
+
+
+def _incident(incident: Incident) -> dict[str, Any]:
+    step, level = incident.first_step, incident.level
+    return {
+        "title": incident.title,
+        "text": incident.text,
+        "level": level,
+        "step": step,
+        "times": [{"step": step, "level": level}],
+    }
+
+
 def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
     """Fold alerts of one title: the first of the most severe ones in full, and the steps and levels of all."""
-    shown = min(group, key=severity)
-    times = [{"step": alert.step, "level": alert.level} for alert in group]
-    text, finding = without_finding(shown.text)
-    return vars(shown) | {"text": text, "times": times, "finding": finding}
+    shown = max(group, key=lambda alert: _severity(alert.level))
+    return vars(shown) | {"times": [{"step": alert.step, "level": alert.level} for alert in group]}
+
+
+def _severity(level: str) -> int:
+    return [*map(str, LEVELS)].index(level) if level in LEVELS else -1
 
 
 def describe_run(history: RunHistory) -> dict[str, Any]:
@@ -283,24 +309,3 @@ def knots(steps: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray
         return None
     kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MAX_KNOTS)).round().astype(int))
     return steps[kept], values[once][kept]
-
-
-def without_finding(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split an alert's text into the text without the first bad operation, and the operation's (name, value) parts.
-
-    Example:
-        >>> _, parts = without_finding("found by running the step again. aten.log in a, b.py:3, made 1 NaN of 2.")
-        >>> parts
-        [('Operation', 'aten.log'), ('Module', 'a'), ('Line', 'b.py:3'), ('Made', '1 NaN of 2')]
-    """
-    before, prefix, found = text.partition(FOUND_PREFIX)
-    if not found:
-        return text, []
-    head, *lines = found.splitlines()
-    match = _HEAD.fullmatch(head.removesuffix("."))
-    parts = [("Found", head)] if match is None else list(match.groupdict().items())
-    for line in lines:
-        begin = next((begin for begin in _PARTS if line.startswith(begin)), "")
-        name = _PARTS.get(begin, "Found")
-        parts.append((name, line.removeprefix("" if name == "Near" else begin).removesuffix(".")))
-    return before + prefix.rstrip(), parts

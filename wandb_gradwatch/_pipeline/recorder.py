@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from .._interruptions import raise_interruption
+from .._judgement.incident import Incident
 from .._measure.columns import NUM_BINS, Column, IntArray
 from ..rules import Alert
 from ..snapshot import Snapshot, keys
@@ -48,6 +49,7 @@ class FlightRecorder:
         self._newest_histogram: tuple[tuple[str, ...], IntArray, tuple[int, ...]] | None = None  # names, counts, steps
         self._notes: dict[int, Note] = {}
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
+        self.incidents: tuple[Incident, ...] = ()  # all of the run, as they are known now
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep these samples, whose arrays must not change later; drop the oldest beyond `max_samples`."""
@@ -133,7 +135,12 @@ class FlightRecorder:
     def _arrays(self) -> dict[str, Any]:
         history = self.history()
         notes = [[step, note] for step, note in self._notes.items()]
-        words = {"format": FORMAT, "notes": notes, "alerts": [_told(alert) for alert in self._alerts]}
+        words = {
+            "format": FORMAT,
+            "notes": notes,
+            "alerts": [_told(alert) for alert in self._alerts],
+            "incidents": [incident.to_dict() for incident in self.incidents],
+        }
         arrays: dict[str, Any] = {"words": np.array(json.dumps(words))}
         if history is not None:
             arrays |= {name: getattr(history, name) for name in ARRAYS}

@@ -26,6 +26,9 @@ NUM_SAMPLES: Final = "gradwatch/num_samples"
 # there are any. The norm has six digits, or is null.
 SAMPLES: Final = "gradwatch/samples"
 
+# 0: no alert, 1: INFO, 2: WARN, 3: ERROR; the worst of the alerts since the last row. A number, for W&B's automations.
+ALERT_LEVEL: Final = "gradwatch/alert_level"
+
 # The whole model.
 
 GRAD_NORM: Final = "gradwatch/grad_norm"
