@@ -24,6 +24,7 @@ import psutil
 import torch
 from wandb.proto import wandb_internal_pb2
 
+from wandb_gradwatch._measure.columns import NUM_BINS
 from wandb_gradwatch._page.history import HistogramSeries, RecordedAlert, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import HEADER, PART, find_run_file
@@ -89,7 +90,7 @@ def large_run() -> RunHistory:
     rng = np.random.default_rng(0)
     some = history.steps[::250]
     histograms = {
-        name: HistogramSeries(some, -np.ones(len(some)), np.ones(len(some)), rng.random((len(some), 65)))
+        name: HistogramSeries(some, -np.ones(len(some)), np.ones(len(some)), rng.random((len(some), NUM_BINS)))
         for name in history.names
     }
     told = "Step 1230: NaN. Worst layers: " + ", ".join(history.spelled(history.names[5:10])) + "."

@@ -15,6 +15,7 @@ import pytest
 from fake_run import BROKEN, write_fake_run
 
 from wandb_gradwatch._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
+from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
 from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedAlert, RecordedTable, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
@@ -514,36 +515,38 @@ def test_the_distribution_of_another_layer(show: Opener, history: RunHistory) ->
     assert page.locator("#histogram .tooltip").inner_text().startswith("blocks.5.mlp.fc.weight")
 
 
-def histograms_of(counts: list[list[float]]) -> RunHistory:
-    """Histograms of one layer between -1 and 1, every ten steps."""
-    series = HistogramSeries(
-        np.arange(10, 10 * len(counts) + 1, 10), -np.ones(len(counts)), np.ones(len(counts)), np.array(counts)
-    )
-    rows = np.ones(len(counts))
+def histograms_of(*columns: list[float]) -> RunHistory:
+    """Histograms of these elements of one layer, every ten steps."""
+    counts = np.stack([np.bincount(bins_of(np.array(one)), minlength=NUM_BINS) for one in columns])
+    low, high = (np.array([end(one) for one in columns]) for end in (min, max))
+    series = HistogramSeries(np.arange(10, 10 * len(columns) + 1, 10), low, high, counts)
+    rows = np.ones(len(columns))
     values = {"gradwatch/grad_norm": rows, "grad_norm/a": rows}
     return run_of(values, series.steps, histograms={"a": series})
 
 
 def test_a_distribution_has_sizes_percentiles_and_a_cross_section(show: Opener, tmp_path: Path) -> None:
-    # Five bins of 0.4: sizes below 0.2 are in the middle one, where they cannot be told apart. Of |g|, 20 % lie there,
-    # 40 % between 0.2 and 0.6, 40 % between 0.6 and 1: evenly, so half of all are below 0.5 and 99 % below 0.99.
-    even, small = [20.0, 20, 20, 20, 20], [0.0, 0, 100, 0, 0]
-    page = show(histograms_of([even, even, small]))
+    # Of |g| 40 % are 0, 40 % lie in the bin from 0.5 to 0.75 and 20 % in that from 1 to 1.5: the median lies a quarter
+    # of the way in the first, the 75th percentile 0.35 / 0.4 of it, and the 99th 0.95 of the way in the second.
+    even = [0.0] * 4 + [0.5, 0.6, 0.7, 0.7499] + [-1.0, -1.4999]
+    page = show(histograms_of(even, even, [0.0]))
     head, first, _, last = table_of(saved(page, "histogram", "CSV", tmp_path)[1])
     assert head == ["step", *(f"{name} of |g|" for name in ("99th percentile", "75th", "median", "25th"))]
     # Shares are kept as bytes of their roots: half a step is 0.4 % of them.
-    assert [float(cell) for cell in first] == pytest.approx([10, 0.99, 0.75, 0.5, 0.25], rel=0.01)
+    assert [float(cell) for cell in first[:4]] == pytest.approx([10, 1.475, 0.7187, 0.5625], rel=0.01)
+    assert first[4] == ""
     assert last == ["30", "", "", "", ""]
     assert page.locator("#histogram .legend-entry").all_inner_texts() == [
-        "missing, or smaller than the bins tell apart",
-        *("99th percentile", "75th", "median", "25th", "above 0", "below 0"),
+        *("99th percentile", "75th", "median", "25th", "above 0", "below 0")
     ]
     before = pixels(page, "#histogram .overlay")
     hover(page, "#norm .u-over", 0.6, 0.5)  # the cross-section follows a pointer in any picture
     assert page.locator("#histogram .overlay").evaluate("canvas => canvas.toDataURL()") != before
     hover(page, "#histogram .frame canvas", 0.3, 0.5)
     lines = page.locator("#histogram .tooltip").inner_text().split("\n")
-    assert lines[3] == "99th percentile 0.99, 75th 0.75, median 0.5"
+    assert lines[3].startswith("99th percentile 1.4")
+    assert lines[3].endswith(", 40 % are 0")
+    assert lines[4] == "from -1.5 to 0.75"
     assert "of the elements larger than" in lines[2]
     with repainted(page, "#histogram .frame canvas"):
         page.get_by_role("button", name="g, with its sign").click()
@@ -551,17 +554,42 @@ def test_a_distribution_has_sizes_percentiles_and_a_cross_section(show: Opener, 
     assert "of the elements above" in page.locator("#histogram .tooltip").inner_text()
 
 
-@pytest.mark.parametrize("limits", [(0.0, 0.0), (2.0, 3.0), (-3.0, -2.0), (0.0, 1.0), (-1.0, 3.0)])
-def test_histograms_of_one_sign_or_of_zeros_alone_are_drawn(show: Opener, limits: tuple[float, float]) -> None:
-    low, high = (np.full(2, limit) for limit in limits)
-    series = HistogramSeries(np.array([10, 20]), low, high, np.ones((2, 5)))
-    values = {"gradwatch/grad_norm": np.ones(2), "grad_norm/a": np.ones(2)}
-    page = show(run_of(values, histograms={"a": series}))
-    hover(page, "#histogram .frame canvas", 0.5, 0.2)
-    median = page.locator("#histogram .tooltip").inner_text().split("median ")[1].split("\n")[0]
-    # Even between the limits: the median is the middle where there is one sign, 1 where a quarter is below 0.
-    expected = {(0.0, 0.0): "–", (2.0, 3.0): "2.5", (-3.0, -2.0): "2.5", (0.0, 1.0): "0.5", (-1.0, 3.0): "1"}
-    assert median == expected[limits]
+@pytest.mark.parametrize(
+    ("elements", "median"),
+    [
+        ([0.0], "–"),
+        ([2.0], "2"),
+        ([-2.0, -2.5], "2.25"),  # evenly from 2 to 2.5, as the bin's other elements are beyond the extremes
+        ([1e30, 1e30], "1.00e30"),  # in the open bin
+        ([1e-30], "1.00e-30"),
+    ],
+)
+def test_histograms_of_one_sign_or_of_zeros_alone_are_drawn(show: Opener, elements: list[float], median: str) -> None:
+    page = show(histograms_of(elements, elements))
+    for button in ("log |g|", "g, with its sign"):
+        page.get_by_role("button", name=button).click()
+        hover(page, "#histogram .frame canvas", 0.5, 0.2)
+        shown = page.locator("#histogram .tooltip").inner_text()
+        assert shown.split("median ")[1].split("\n")[0].split(",")[0] == median
+
+
+def test_a_distribution_is_as_smooth_as_its_elements(show: Opener) -> None:
+    """Bins that are shared out anew, as those of a W&B histogram, make stairs and dents where there are none."""
+    rng = np.random.default_rng(0)
+    page = show(histograms_of(rng.standard_normal(200_000).tolist()))
+    # Darkness from the top to the bottom of the first column: it rises to the fullest size, and falls after it.
+    dark = page.locator("#histogram .frame canvas").first.evaluate(
+        "canvas => { const { data, width } = canvas.getContext('2d').getImageData(62, 20, canvas.width - 260, 250);"
+        "const column = Array.from({ length: width }, (_, x) => x).find((x) => data[4 * (width * 125 + x) + 3] > 0);"
+        "return Array.from({ length: 250 }, (_, y) => 765 - [0, 1, 2].reduce((sum, part) =>"
+        "  sum + data[4 * (width * y + column) + part], 0)); }"
+    )
+    steps = np.diff(dark)
+    fullest = int(np.argmax(dark))
+    assert 20 < fullest < 230
+    assert (steps[:fullest] >= -6).all()
+    assert (steps[fullest:] <= 6).all()
+    assert np.abs(steps).max() < 40
 
 
 def test_the_first_bad_operation_stands_below_its_alert(show: Opener, history: RunHistory) -> None:

@@ -239,9 +239,11 @@ function drawable(values, positiveOnly) {
   return Array.from(values, (value) => (value === undefined || (Number.isFinite(value) && !(positiveOnly && value <= 0)) ? value : null));
 }
 
-function histogramOf(item, bins) {
-  const count = item.steps.length;
-  const limits = float32At(item.limits, 2 * count);
+// The histograms of one name. `sizes` are the limits of the bins of one sign: the last of them is open, and the bin in the
+// middle, between the signs, counts zeros.
+function histogramOf(item, sizes) {
+  const [count, bins] = [item.steps.length, 2 * sizes.length - 1];
+  const extremes = float32At(item.extremes, 2 * count);
   // For each column, the shares of elements up to each edge, from 0 to 1; the bytes are roots of the bins' shares.
   const cumulative = new Float64Array(count * (bins + 1));
   for (let column = 0; column < count; column++) {
@@ -249,5 +251,6 @@ function histogramOf(item, bins) {
     for (let bin = 0; bin < bins; bin++) edges[bin + 1] = edges[bin] + arrays[item.shares + column * bins + bin] ** 2;
     edges.forEach((sum, edge) => (edges[edge] = sum / (edges[bins] || 1)));
   }
-  return { steps: item.steps, low: limits.subarray(0, count), high: limits.subarray(count), cumulative, bins };
+  const edges = [...sizes.map((size) => -size).reverse(), ...sizes];
+  return { steps: item.steps, low: extremes.subarray(0, count), high: extremes.subarray(count), cumulative, edges, bins };
 }

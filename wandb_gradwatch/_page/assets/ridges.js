@@ -9,7 +9,7 @@ const PERCENTILES = [
 ];
 
 class HistogramPicture extends Frame {
-  // source: {bins, items, symbol}, and labelOf(item)
+  // source: {edges, items, symbol}, and labelOf(item)
   constructor(host, controls, source, label, item) {
     super(host, label);
     this.source = source;
@@ -21,61 +21,72 @@ class HistogramPicture extends Frame {
 
   choose(item, signed = this.signed) {
     Object.assign(this, { item, signed });
-    this.data = histogramOf(item, this.source.bins);
-    const { low, high } = this.data;
-    Object.assign(this, { measured: run.measured, steps: this.data.steps, last: this.data.steps });
-    this.reach = Array.from(low, (one, column) => Math.max(Math.abs(one), Math.abs(high[column])));
-    // The size below which a column does not distinguish sizes: the limit of the bin around zero.
-    this.finest = Array.from(low, (one, column) => {
-      if (one > 0 || high[column] < 0) return Math.min(Math.abs(one), Math.abs(high[column]));
-      const width = (high[column] - one) / this.source.bins;
-      return Math.max(-one % width, width - (-one % width));
-    });
-    this.percentiles = PERCENTILES.map(({ share }) => item.steps.map((_, column) => this.percentile(column, share)));
+    this.data = histogramOf(item, this.source.edges);
+    const { low, high, steps } = this.data;
+    Object.assign(this, { measured: run.measured, steps, last: steps });
+    const end = this.source.edges.at(-1); // where an extreme is unknown
+    this.limitsOf = Array.from(low, (one, column) => [Number.isFinite(one) ? one : -end, Number.isFinite(high[column]) ? high[column] : end]);
+    this.reach = this.limitsOf.map((both) => Math.max(...both.map(Math.abs)));
+    this.percentiles = PERCENTILES.map(({ share }) => steps.map((_, column) => this.percentile(column, share)));
     this.onResetY();
     if (this.node) this.outdate();
   }
 
-  // The range of the axis: exponents of sizes, or values. For values, the range that contains nine of ten histograms:
-  // an outlier of a thousand times the usual size would compress everything else into one line.
+  // The range of the axis: exponents of sizes, or values. For values, the range that contains nearly all elements of nine
+  // of ten histograms: an outlier of a thousand times the usual size would compress everything else into one line.
   onResetY() {
-    const reach = this.reach.filter((one) => one > 0).sort((a, b) => a - b);
+    const known = this.signed ? this.steps.map((_, column) => this.percentile(column, 0.999)) : this.reach;
+    const reach = known.filter((one) => one > 0).sort((a, b) => a - b);
     if (this.signed) {
       const limit = reach[Math.floor(0.9 * (reach.length - 1))] ?? 1;
       this.limits = [-1.05 * limit, 1.05 * limit];
       return;
     }
-    const finest = this.finest.filter((one) => one > 0);
     const top = Math.log10(reach.at(-1) ?? 1);
-    this.limits = [Math.min(top - 1, Math.log10(finest.reduce((least, one) => Math.min(least, one), Infinity))), top];
+    // Down to the size below which one of a hundred elements lies that are not 0.
+    const least = this.steps.map((_, column) => this.percentile(column, 0.01 + 0.99 * this.zeros(column)));
+    this.limits = [Math.log10(least.reduce((low, one) => Math.min(low, one || Infinity), 10 ** (top - 1))), top];
   }
 
-  // Return the share of a column's elements up to a value, assuming a uniform density within each bin.
+  // Return the share of a column's elements in the bins from one up to another, counted from the bin of zeros.
+  share(column, from, to) {
+    const { cumulative, bins } = this.data;
+    const middle = column * (bins + 1) + (bins - 1) / 2;
+    return cumulative[middle + to + 1] - cumulative[middle + from];
+  }
+
+  zeros(column) {
+    return this.share(column, 0, 0);
+  }
+
+  // Return the share of a column's elements up to a value; they lie evenly in each bin, between the extremes.
   upTo(column, value) {
-    const { low, high, cumulative, bins } = this.data;
-    if (value >= high[column]) return 1;
-    if (value <= low[column]) return 0;
-    const place = ((value - low[column]) / (high[column] - low[column])) * bins;
-    const bin = Math.min(Math.floor(place), bins - 1);
+    const { edges, cumulative, bins } = this.data;
+    const [low, high] = this.limitsOf[column];
+    if (value >= high) return 1;
+    if (value < low) return 0;
+    const bin = clamp(lastAtMost(edges, value), 0, bins - 1);
+    const [from, to] = [bin === 0 ? low : Math.max(low, edges[bin]), bin === bins - 1 ? high : Math.min(high, edges[bin + 1])];
     const [below, above] = [cumulative[column * (bins + 1) + bin], cumulative[column * (bins + 1) + bin + 1]];
-    return below + (place - bin) * (above - below);
+    return below + (to > from ? (value - from) / (to - from) : 1) * (above - below);
   }
 
-  // Return the share up to a position on the axis; for sizes, of one sign or of both.
-  below(column, place, signs = [1, -1]) {
-    if (this.signed) return this.upTo(column, place);
-    const size = 10 ** place;
-    return signs.reduce((total, sign) => total + Math.abs(this.upTo(column, sign * size) - this.upTo(column, 0)), 0);
+  // Return the share up to a position on the axis; for sizes, of both signs.
+  below(column, place) {
+    return this.signed ? this.upTo(column, place) : this.within(column, 10 ** place);
   }
 
-  // Return the size that this share of the elements does not exceed; NaN if it lies in the bin around zero.
+  within(column, size) {
+    return this.upTo(column, size) - this.upTo(column, -size);
+  }
+
+  // Return the size that this share of the elements does not exceed; NaN if it is 0.
   percentile(column, share) {
-    const within = (size) => this.upTo(column, size) - this.upTo(column, -size);
-    let [low, high] = [this.finest[column], this.reach[column]];
-    if (!(low > 0) || within(low) > share) return NaN;
-    for (let round = 0; round < 24; round++) {
-      const middle = Math.sqrt(low * high);
-      if (within(middle) < share) low = middle;
+    let [low, high] = [this.source.edges[1], this.reach[column]];
+    if (this.within(column, low) > share || !(high > low)) return NaN;
+    for (let round = 0; round < 32; round++) {
+      const middle = Math.sqrt(low) * Math.sqrt(high);
+      if (this.within(column, middle) < share) low = middle;
       else high = middle;
     }
     return high;
@@ -85,28 +96,34 @@ class HistogramPicture extends Frame {
     return { height: 320, left: AXIS_WIDTH, side: width < 600 ? 70 : 130 };
   }
 
-  // Return the shares of the elements in `rows` equal parts of the axis, from the top. The elements were counted in two
-  // bins per octave, in each of which the shares are even.
+  // Return the density of the elements at `rows` places of the axis, from the top: that of a bin in its middle, and a
+  // straight line from middle to middle. Bins around zero that are thinner than two rows count as one.
   profile(column, rows, signs) {
     const [bottom, top] = this.limits;
-    if (!this.signed) {
-      return Array.from({ length: rows }, (_, row) => {
-        const octaves = (top - ((row + 0.5) / rows) * (top - bottom)) * Math.log2(10);
-        const [whole, half] = [Math.floor(octaves), Math.log2(1.5)];
-        const [low, high] = octaves - whole < half ? [whole, whole + half] : [whole + half, whole + 1];
-        const [from, to] = [low, high].map((edge) => edge * Math.log10(2));
-        return ((this.below(column, to, signs) - this.below(column, from, signs)) * (top - bottom)) / (rows * (to - from));
-      });
+    const sizes = [...this.source.edges.slice(0, -1), Math.max(this.source.edges.at(-1), this.reach[column])];
+    const last = sizes.length - 2; // the outermost bin of a sign
+    const [places, densities] = [[], []];
+    const add = (from, to, share) => to > from && (places.push((from + to) / 2), densities.push(share / (to - from)));
+    if (this.signed) {
+      const height = (top - bottom) / rows;
+      const found = sizes.findIndex((size, bin) => bin > 0 && sizes[bin + 1] - size >= 2 * height);
+      const inner = found < 0 ? last + 1 : found;
+      for (let bin = last; bin >= inner; bin--) add(-sizes[bin + 1], -sizes[bin], this.share(column, -bin - 1, -bin - 1));
+      add(-Math.max(sizes[inner], height), Math.max(sizes[inner], height), this.share(column, -inner, inner));
+      for (let bin = inner; bin <= last; bin++) add(sizes[bin], sizes[bin + 1], this.share(column, bin + 1, bin + 1));
+    } else {
+      const shareOf = (bin) => signs.reduce((sum, sign) => sum + this.share(column, sign * (bin + 1), sign * (bin + 1)), 0);
+      for (let bin = 1; bin <= last; bin++) add(Math.log10(sizes[bin]), Math.log10(sizes[bin + 1]), shareOf(bin));
     }
-    const edges = Array.from({ length: rows + 1 }, (_, row) => this.below(column, top - (row / rows) * (top - bottom), signs));
-    return edges.slice(0, -1).map((edge, row) => Math.max(0, edge - edges[row + 1]));
-  }
-
-  // Return the first row, from the top, that lies in the bin around zero.
-  firstUnresolved(column, rows) {
-    if (this.signed) return rows;
-    const [bottom, top] = this.limits;
-    return clamp(Math.ceil(((top - Math.log10(this.finest[column])) / (top - bottom)) * rows), 0, rows);
+    let right = places.length; // of the middles around a place, the one above it
+    const at = (index) => places[index] ?? (index < 0 ? 2 * places[0] - places[1] : 2 * places.at(-1) - places.at(-2));
+    return Array.from({ length: rows }, (_, row) => {
+      const place = top - ((row + 0.5) / rows) * (top - bottom);
+      while (right > 0 && places[right - 1] > place) right--;
+      const [from, to] = [at(right - 1), at(right)];
+      const part = (place - from) / (to - from);
+      return part >= 0 && part <= 1 ? (1 - part) * (densities[right - 1] ?? 0) + part * (densities[right] ?? 0) : 0;
+    });
   }
 
   draw() {
@@ -117,17 +134,12 @@ class HistogramPicture extends Frame {
   paint(pixels, width, height) {
     const anchors = gradient("density");
     const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
-    const empty = packHex(colour("missing"));
     this.eachStep(this.last, width, 8, (column, left, right) => {
       if (left === right) return;
-      const shares = this.profile(column, height);
-      const resolved = this.firstUnresolved(column, height);
-      // Relative to the fullest row of the same column: bins are wider, and hold more, when the gradient is larger.
-      const most = shares.slice(0, resolved).reduce((largest, share) => Math.max(largest, share), 0) || 1;
-      for (let y = 0; y < height; y++) {
-        const shade = y < resolved ? shades[Math.min(255, Math.round(255 * Math.sqrt(shares[y] / most)))] : empty;
-        pixels.fill(shade, y * width + left, y * width + right);
-      }
+      const found = this.profile(column, height, [1, -1]);
+      // Relative to the fullest row of the same column: the sizes differ between columns.
+      const most = found.reduce((largest, one) => Math.max(largest, one), 0) || 1;
+      found.forEach((one, y) => pixels.fill(shades[Math.round(255 * Math.sqrt(one / most))], y * width + left, y * width + right));
     });
   }
 
@@ -174,10 +186,10 @@ class HistogramPicture extends Frame {
     const column = step === null ? this.last.length - 1 : lastAtMost(this.last, this.stepNear(step) ?? -Infinity);
     if (column < 0) return;
     const [start, across] = [left + width + 22, this.layout(this.width).side - 26];
-    const rows = Math.round(height / 3);
+    const rows = Math.round(height);
     const curves = this.signed ? [[[1, -1], colour("ink")]] : [[[1], colour(lineColour(0))], [[-1], colour(lineColour(1))]];
-    const drawn = curves.map(([signs, stroke]) => ({ stroke, shares: this.profile(column, rows, signs).slice(0, this.firstUnresolved(column, rows)) }));
-    const most = Math.max(...drawn.flatMap(({ shares }) => shares), 1e-9);
+    const drawn = curves.map(([signs, stroke]) => ({ stroke, shares: this.profile(column, rows, signs) }));
+    const most = Math.max(...drawn.flatMap(({ shares }) => shares), Number.MIN_VALUE);
     context.save();
     context.font = CHART_FONT;
     context.fillStyle = colour("muted");
@@ -198,7 +210,7 @@ class HistogramPicture extends Frame {
   drawLegend() {
     const dashed = ([drawn, left]) => (drawn ? `repeating-linear-gradient(to right, currentcolor 0 ${drawn}px, transparent ${drawn}px ${drawn + left}px)` : "currentcolor");
     const scale = { long: "share of the elements, of the fullest size in the same step", colours: "density", linear: true, power: 0.5, low: 0, high: 1 };
-    drawScale(this.legend, scale, [["missing", this.signed ? "missing" : "missing, or smaller than the bins tell apart"]]);
+    drawScale(this.legend, scale, []);
     if (this.signed) return;
     const lines = PERCENTILES.map(({ label, dash }) => {
       const line = swatch(null);
@@ -218,7 +230,9 @@ class HistogramPicture extends Frame {
     const value = formatNumber(this.signed ? place : 10 ** place, 2);
     const above = `${formatShare(1 - this.below(column, place))} of the elements ${this.signed ? "above" : "larger than"} ${value}`;
     const lines = PERCENTILES.map(({ label }, index) => `${label} ${formatNumber(this.percentiles[index][column])}`);
-    return [this.source.labelOf(this.item), stepText(step), above, lines.slice(0, 3).join(", "), `from ${formatNumber(this.data.low[column])} to ${formatNumber(this.data.high[column])}`];
+    if (this.zeros(column)) lines.splice(3, 1, `${formatShare(this.zeros(column))} are 0`);
+    else lines.pop();
+    return [this.source.labelOf(this.item), stepText(step), above, lines.join(", "), `from ${formatNumber(this.data.low[column])} to ${formatNumber(this.data.high[column])}`];
   }
 
   nextRow(y, height, direction) {
