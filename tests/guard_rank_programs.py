@@ -130,7 +130,7 @@ def one_bad_rank(rank: int, world: int) -> list[str]:
         loss_of(model, batch_of(rank, step)).backward()
         optimizer.step()
     watcher.flush()
-    causes = [str(diagnosis) for diagnosis in watcher.diagnose()]
+    causes = [str(found) for found in diagnose(watcher._dispatcher.recorder.history(), num_ranks=world)]
     watcher.remove()
     return causes
 

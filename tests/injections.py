@@ -134,7 +134,7 @@ def everything(training: Training) -> None:
         if watcher is not None:
             watcher.loss(loss.detach())
             watcher.note(batch=step)
-            assert (watcher.step, watcher.healthy) != (None, None)
+            assert watcher.step is not None
         if step != 7:
             optimizer.step()
         model.eval()
@@ -142,7 +142,7 @@ def everything(training: Training) -> None:
             training.loss()
         model.train()
     if watcher is not None:
-        list(watcher.diagnose())
+        str(watcher.verdict())
         str(watcher.summary())
         watcher.wait()
         dict(watcher.state_dict())

@@ -311,17 +311,6 @@ def test_what_on_alert_raises_reaches_the_training_loop():
     watcher.remove()
 
 
-def test_healthy_tells_of_the_newest_sample():
-    model = Chosen(a=1)
-    watcher, _ = watch(model, rules=None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step(model, optimizer, a=[1])
-    assert watcher.healthy is True
-    step(model, optimizer, a=[math.nan])
-    assert watcher.healthy is False
-    watcher.remove()
-
-
 def test_the_recorder_on_demand_with_notes(tmp_path):
     model = Chosen(a=1, b=1)
     watcher, _ = watch(model)
@@ -414,16 +403,17 @@ def test_rules_remember_over_a_resume():
     assert [alert.title for alert in sink.alerts] == ["Exploding gradient"]
 
 
-def test_diagnose_is_silent_on_a_healthy_training():
+def test_the_verdict_on_a_healthy_training_has_no_incident():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
-    watcher, _ = watch(model)
+    watcher, _ = watch(model, rules=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _, batch in batches():
         optimizer.zero_grad()
         (model(batch) - batch.sum(dim=1, keepdim=True)).square().mean().backward()
         optimizer.step()
-    assert watcher.diagnose() == []
+    assert watcher.verdict().status == "ok"
+    assert watcher.verdict().incidents == ()
     watcher.remove()
 
 

@@ -93,7 +93,9 @@ def judged(samples: Snapshot, sizes: list[int]) -> tuple[list[Alert], bool, str]
     """Return the alerts that are sent if batches of these sizes follow each other in turn, and the state afterwards."""
     sent: list[Alert] = []
     manager = AlertManager(default_rules(), clock=lambda: 0.0)
-    runner = RuleRunner(manager, Dispatcher([], [sent.append], to_terminal=False), modules={})
+    runner = RuleRunner(
+        manager, Dispatcher([], [sent.append], to_terminal=False), modules={}, count_steps=lambda: (0, 0)
+    )
     known, waiting = Names(samples.names, tuple(samples.trainable.tolist())), arrived(samples)
     for turn in range(len(waiting)):
         batch, waiting = waiting[: sizes[turn % len(sizes)]], waiting[sizes[turn % len(sizes)] :]
@@ -221,10 +223,9 @@ def test_five_samples_after_a_notable_one_are_judged_at_once_because_they_show_w
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda watcher: watcher.healthy,
         lambda watcher: watcher.latest,
         lambda watcher: watcher.summary(),
-        lambda watcher: watcher.diagnose(),
+        lambda watcher: watcher.verdict(),
         lambda watcher: watcher.wait(),
         lambda watcher: watcher.flush(),
         lambda watcher: watcher.state_dict(),

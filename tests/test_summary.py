@@ -13,8 +13,9 @@ import torch
 from windows import window
 
 from wandb_gradwatch import MemorySink, watch
+from wandb_gradwatch._judgement.incident import Incident
+from wandb_gradwatch._judgement.verdict import verdict_of
 from wandb_gradwatch._summary import TRACE_WIDTH, LayerSummary, sparkline, summarise
-from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.snapshot import Snapshot
 
 NAN, INF = math.nan, math.inf
@@ -91,7 +92,7 @@ def test_of_a_thousand_layers_only_the_worst_are_shown() -> None:
     assert (summary.worst[0].name, len(summary.worst), summary.num_more) == ("blocks.617.weight", 8, 992)
     assert summary.text().splitlines()[-1] == "  and 992 more"
     assert "and 992 more" in summary._repr_html_()
-    # The title, the norm, the alerts, an empty line, the headings, eight layers, and the number of the others.
+    # The title, the norm, the incidents, an empty line, the headings, eight layers, and the number of the others.
     assert len(summary.text().splitlines()) == 14
 
 
@@ -103,12 +104,14 @@ def test_a_long_history_is_pooled_and_its_spike_stays() -> None:
     assert sorted(layer.trace) == [1.0] * (TRACE_WIDTH - 1) + [1000.0]
 
 
-def test_alerts_and_overhead_are_named() -> None:
-    alerts = [Alert(f"Title {step}", "text", step, "WARN") for step in range(1, 8)]
-    text = summarise(window({"a": [1.0]}), alerts=alerts, overhead_ratio=0.0123).text()
-    assert "2 earlier, Title 3 (step 3), Title 4 (step 4)" in text
+def test_incidents_and_overhead_are_named() -> None:
+    incidents = [Incident("kind", f"Title {step}", "WARN", step, step, step, "a fact") for step in range(1, 8)]
+    incidents[3] = dataclasses.replace(incidents[3], cause_text="one bad batch")
+    verdict = verdict_of(incidents, num_steps=9, num_measured=9)
+    text = summarise(window({"a": [1.0]}), verdict=verdict, overhead_ratio=0.0123).text()
+    assert "2 earlier, Title 3 (step 3), one bad batch (step 4)" in text
     assert "overhead    1.2 % of the time" in text
-    assert "alerts      none" in summarise(window({"a": [1.0]})).text()
+    assert "incidents   none" in summarise(window({"a": [1.0]})).text()
 
 
 @pytest.mark.parametrize(
@@ -136,9 +139,8 @@ def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch: pytest.Monk
 
 
 def test_names_are_neither_html_nor_terminal_codes() -> None:
-    summary = summarise(
-        window({'<script>alert("x")</script>': [1.0], "a\x1b[31m": [1.0]}), alerts=[Alert("<b>", "", 1, "WARN")]
-    )
+    told = verdict_of([Incident("kind", "<b>", "WARN", 1, 1, 1, "a fact")], num_steps=1, num_measured=1)
+    summary = summarise(window({'<script>alert("x")</script>': [1.0], "a\x1b[31m": [1.0]}), verdict=told)
     shown = summary._repr_html_()
     assert "<script" not in shown
     assert "<b>" not in shown
@@ -173,6 +175,7 @@ def test_a_nan_in_a_training_is_in_its_summary() -> None:
             (model(torch.ones(1, 2)).sum() * (math.nan if step == 3 else 1.0)).backward()
             optimizer.step()
         summary = watcher.summary()
-    assert [alert.title for alert in summary.alerts] == ["NaN gradient"]
+    assert [incident.title for incident in summary.verdict.incidents] == ["NaN gradient"]
+    assert summary.verdict.status == "error"
     assert summary.worst[0].name == "bias"
     assert summary.total.trace[-1] == INF

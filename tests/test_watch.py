@@ -288,8 +288,8 @@ def test_the_public_names_are_the_contract():
     }  # fmt: skip
     assert names <= set(wandb_gradwatch.__all__)
     assert all(hasattr(wandb_gradwatch, name) for name in wandb_gradwatch.__all__)
-    asked = {"remove", "flush", "latest", "step", "mark_step", "wait", "note", "record", "summary", "diagnose"}
-    asked |= {"state_dict", "load_state_dict", "healthy", "parameter_names", "__enter__", "__exit__"}
+    asked = {"remove", "flush", "latest", "step", "mark_step", "wait", "note", "record", "summary", "verdict"}
+    asked |= {"state_dict", "load_state_dict", "parameter_names", "__enter__", "__exit__"}
     assert asked <= set(dir(wandb_gradwatch.Watcher))
 
 

@@ -1,4 +1,4 @@
-"""A summary of a history for a terminal or a notebook: the worst layers, the total norm and the alerts."""
+"""A summary of a history for a terminal or a notebook: the worst layers, the total norm and the incidents."""
 
 import html
 import logging
@@ -12,7 +12,7 @@ import numpy as np
 
 from ._analysis.formatting import number, visible_text
 from ._boundary import Boundary, entry_point
-from .rules import Alert
+from ._judgement.verdict import Verdict, verdict_of
 from .snapshot import Snapshot
 from .snapshot._arrays import last_present
 
@@ -23,10 +23,11 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 _MAX_LAYERS: Final = 8
 TRACE_WIDTH: Final = 24
 _MAX_NAME: Final = 28
-_MAX_ALERTS: Final = 5
+_MAX_INCIDENTS: Final = 5
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"  # the levels of a sparkline
 _MIN_OCTAVES: Final = 3.0  # the smallest range of a sparkline, so that noise does not look like a trend
 _NO_TEXT: Final = "Gradients: the summary could not be made"
+_NOTHING: Final = verdict_of((), num_steps=0, num_measured=0)
 _HEADINGS: Final = ("layer", "norm", "peak (step)", "grad/param", "dead", "NaN+Inf", "norm over time")
 
 
@@ -58,7 +59,7 @@ class Summary:
     num_names: int  # number of parameters
     total: LayerSummary | None  # all watched parameters as one layer; None without samples
     worst: tuple[LayerSummary, ...]  # the layers with the most conspicuous gradients, worst first
-    alerts: tuple[Alert, ...]  # the alerts that were sent, oldest first
+    verdict: Verdict  # what all measured steps so far say of the run, with all incidents, oldest first
     overhead_ratio: float  # the monitor's share of the time; NaN if unknown
     num_guarded: int = 0  # number of steps in the history that the guard did not apply
 
@@ -114,9 +115,10 @@ class Summary:
             peak = "" if math.isnan(total.peak) else peak
             bad = f", {total.num_nonfinite} NaN or Inf elements" if total.num_nonfinite else ""
             facts.append(("total norm", f"{_number(total.norm)}{peak}{bad}  {sparkline(total.trace)}"))
-        sent = [f"{alert.title} (step {alert.step})" for alert in self.alerts[-_MAX_ALERTS:]]
-        earlier = len(self.alerts) - len(sent)
-        facts.append(("alerts", ", ".join(([f"{earlier} earlier"] if earlier else []) + sent) or "none"))
+        incidents = self.verdict.incidents
+        newest = [f"{one.cause_text or one.title} (step {one.first_step})" for one in incidents[-_MAX_INCIDENTS:]]
+        earlier = len(incidents) - len(newest)
+        facts.append(("incidents", ", ".join(([f"{earlier} earlier"] if earlier else []) + newest) or "none"))
         if self.num_guarded:
             facts.append(("guard", f"{self.num_guarded} step{'s' if self.num_guarded > 1 else ''} not applied"))
         if not math.isnan(self.overhead_ratio):
@@ -124,7 +126,7 @@ class Summary:
         return facts
 
 
-def summarise(history: Snapshot | None, *, alerts: Sequence[Alert] = (), overhead_ratio: float = math.nan) -> Summary:
+def summarise(history: Snapshot | None, *, verdict: Verdict = _NOTHING, overhead_ratio: float = math.nan) -> Summary:
     """Summarise a history: choose the worst layers and compute their statistics.
 
     The order: layers with NaN or Inf in a sample that AMP did not skip (the earliest sample first; within a sample, the
@@ -133,7 +135,7 @@ def summarise(history: Snapshot | None, *, alerts: Sequence[Alert] = (), overhea
     rounding noise out, such as the gradient of an attention's key bias.
     """
     if history is None or not len(history) or not history.names:
-        return Summary(None, 0, 0 if history is None else len(history.names), None, (), tuple(alerts), overhead_ratio)
+        return Summary(None, 0, 0 if history is None else len(history.names), None, (), verdict, overhead_ratio)
     layers = _layers(history)
     return Summary(
         steps=(int(history.steps[0]), int(history.steps[-1])),
@@ -141,7 +143,7 @@ def summarise(history: Snapshot | None, *, alerts: Sequence[Alert] = (), overhea
         num_names=len(history.names),
         total=_layers(history.total)[0],
         worst=tuple(layers[place] for place in _worst_first(history, layers)[:_MAX_LAYERS]),
-        alerts=tuple(alerts),
+        verdict=verdict,
         overhead_ratio=overhead_ratio,
         num_guarded=int(np.nan_to_num(history.num_guarded_steps)),
     )

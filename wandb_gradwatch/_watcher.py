@@ -22,7 +22,8 @@ from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
 from ._config import Config
-from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
+from ._diagnosis import FIRST_BAD_OPERATION
+from ._judgement.verdict import Verdict, verdict_of
 from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
 from ._pipeline.dispatcher import Dispatcher
@@ -63,9 +64,14 @@ class Watcher:
         window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=rank() == 0)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
-        self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
         self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect_some)
         self._parts = parts = self._sampler.parts
+        self._rule_runner = RuleRunner(
+            self._alert_manager,
+            self._dispatcher,
+            modules=kinds,
+            count_steps=lambda: (parts.schedule.num_measured, parts.schedule.num_steps),
+        )
         self._found: list[Alert] = []  # alerts of replays, sent at the next delivery
         self._session = RankSession(description(registry)) if world_size() > 1 else None
         guarded = config.capture.guard is not None and config.capture.guard.replay
@@ -160,13 +166,6 @@ class Watcher:
         return self._pipeline.newest
 
     @property
-    @alone(lambda: True)
-    def healthy(self) -> bool:
-        """False if a rule found an error in the newest sample that has arrived."""
-        self._collect()
-        return self._alert_manager.healthy
-
-    @property
     @entry_point(dict)
     def metric_seconds(self) -> dict[str, float]:
         """The host time in seconds of each of `metrics=` so far, by its repr; all `Metric`s share one entry.
@@ -185,22 +184,20 @@ class Watcher:
         """Return the key prefix of the model's totals in this W&B run, for each sink that writes to the run."""
         return self._dispatcher.namespaces_in(run)
 
-    @alone(list)
-    def diagnose(self) -> list[Diagnosis]:
-        """Return the probable causes of alerts that the last samples show, most probable first; [] if there are none.
-
-        An alert about the training loop itself, such as gradients that are not reset, has its cause in its own text.
-        """
+    @alone(lambda: verdict_of((), num_steps=0, num_measured=0))
+    def verdict(self) -> Verdict:
+        """Return what the measured steps so far say of the training: a sentence, a status, and all incidents."""
         self._collect()
-        return self._rule_runner.diagnose()
+        return self._rule_runner.verdict
 
     @alone(Summary.empty)
     def summary(self) -> Summary:
-        """Return the worst layers, the total norm and the alerts of the last samples, for print() or a notebook."""
+        """Return the worst layers, the total norm and the incidents so far, for print() or a notebook."""
         self._collect()
         recorder, newest = self._dispatcher.recorder, self._pipeline.newest
         overhead_ratio = math.nan if newest is None else newest.overhead_ratio
-        return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
+        verdict = self._rule_runner.verdict
+        return summarise(recorder.history(), verdict=verdict, overhead_ratio=overhead_ratio)
 
     @entry_point()
     def note(self, /, **context: object) -> None:
@@ -245,6 +242,7 @@ class Watcher:
         if not self._removed:
             self._boundary.run(self._sampler.run_ends)
         self._flush_window(final=False)
+        self._rule_runner.tell_verdict()
 
     def _flush_window(self, *, final: bool) -> None:
         if not self._removed:
@@ -319,8 +317,7 @@ class Watcher:
                     stack.callback(self._stop)
 
     def _close(self) -> None:
-        schedule = self._parts.schedule
-        self._dispatcher.close(num_measured=schedule.num_measured, num_steps=schedule.num_steps)
+        self._dispatcher.close(self._rule_runner.verdict)
 
     def _guard_leaves(self) -> None:
         """Let a guard of a sharded model vote until those of all ranks are removed: the others wait for its vote."""
@@ -440,7 +437,7 @@ class Watcher:
             logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", why)
             return
         while self._found:
-            self._dispatcher.send(self._found.pop(0))
+            self._rule_runner.send(self._found.pop(0))
         if self._pipeline.has_work and not self._boundary.in_forked_child:
             schedule, on_rows = self._parts.schedule, self._dispatcher.pop_seconds()
             self._boundary.seconds_spent += on_rows

@@ -23,8 +23,7 @@ from wandb_gradwatch._capture.measurer import Measurer
 from wandb_gradwatch._diagnosis import with_diagnosis
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
-from wandb_gradwatch._pipeline.dispatcher import Dispatcher
-from wandb_gradwatch._pipeline.rule_runner import RuleRunner
+from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import default_rules
 
 from .cases import CASES, Case, build
@@ -51,7 +50,7 @@ class Recording:
         losses: (the watcher's step, the loss) after each step of the loop.
         first_bad: the watcher's step in which the fault begins; None for a healthy training.
         modules: class names by module; trainable: the parameters that are trained.
-        told: what the live watcher told; diagnoses: what its `diagnose()` said at the end.
+        told: what the live watcher told.
         wiring: those of `told` that came from the live capture, not from a rule; only where it is to be replayed.
         anomaly: the loop's step in which `detect_anomaly` found a backward that returned NaN, and its words; it is
             asked only where the loss was not finite.
@@ -66,7 +65,6 @@ class Recording:
     modules: dict[str, str]
     trainable: tuple[str, ...]
     told: tuple[Told, ...]
-    diagnoses: tuple[str, ...]
     wiring: tuple[Told, ...] = ()
     anomaly: tuple[int, str] | None = None
     error: str | None = None
@@ -137,7 +135,6 @@ def _record(case: Case, seed: int, every: int | None, step_begins: Callable[[], 
             if len(losses) > _PATIENCE and all(math.isnan(loss) for _, loss in losses[-_PATIENCE:]):
                 break
     watcher.wait()
-    diagnoses = tuple(str(found) for found in watcher.diagnose())
     watcher.remove()
     recording = Recording(
         case.name,
@@ -148,7 +145,6 @@ def _record(case: Case, seed: int, every: int | None, step_begins: Callable[[], 
         {name: type(module).__name__ for name, module in loop.model.named_modules()},
         tuple(name for name, parameter in loop.model.named_parameters() if parameter.requires_grad),
         tuple(told),
-        diagnoses,
         error=error,
     )
     broken = next((step for step, (_, loss) in enumerate(losses, 1) if not math.isfinite(loss)), None)
@@ -175,12 +171,7 @@ def anomaly_of(case: Case, seed: int, broken: int) -> tuple[int, str] | None:
 
 def replay(recording: Recording) -> Recording:
     """Apply the current rules to recorded samples; return the recording with their alerts. Wiring alerts are kept."""
-    manager, dispatcher, told = (
-        AlertManager(default_rules(), clock=lambda: 0.0),
-        Dispatcher([], [], to_terminal=False),
-        [],
-    )
-    runner, kept = RuleRunner(manager, dispatcher, modules=recording.modules), dispatcher.recorder
+    manager, kept, told = AlertManager(default_rules(), clock=lambda: 0.0), FlightRecorder(), []
     if recording.samples is not None:
         for index in range(len(recording.samples)):
             sample = recording.samples.sample(index)
@@ -190,7 +181,7 @@ def replay(recording: Recording) -> Recording:
                 kept.alert(alert)
                 told.append(Told(alert, int(sample.steps[0])))
     told = sorted([*told, *recording.wiring], key=lambda one: one.at)
-    return replace(recording, told=tuple(told), diagnoses=tuple(map(str, runner.diagnose())))
+    return replace(recording, told=tuple(told))
 
 
 def recordings(

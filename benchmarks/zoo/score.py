@@ -26,7 +26,6 @@ class Score:
         layer: whether the right layer is in the alarm's text; None where the fault sits in none.
         cause: "right", "either" (one of two, and it is one of them), "open" (says no cause, or three) or "wrong".
         remedy: whether the remedy is one against the cause.
-        diagnosed: what `diagnose()` named at the end.
     """
 
     case: str
@@ -43,7 +42,6 @@ class Score:
     layer: bool | None = None
     cause: str = ""
     remedy: bool = False
-    diagnosed: tuple[str, ...] = ()
 
 
 def score(case: Case, recording: Recording) -> Score:
@@ -60,7 +58,6 @@ def score(case: Case, recording: Recording) -> Score:
         "false": tuple(f"{told.alert.title} at step {told.alert.step}" for told in early),
         "errors": sum(told.alert.level == "ERROR" for told in early),
         "steps": int(min(last, first_bad - 1)),
-        "diagnosed": recording.diagnoses,
     }
     after = [told for told in alarms if told.at >= first_bad]
     if case.fault is None or not after:
@@ -142,7 +139,6 @@ def add_up(scores: Iterable[Score]) -> dict[str, Any]:
         "false alarms per 1,000 healthy steps": 1000 * _share(sum(len(one.false) for one in scores), sum(one.steps for one in scores)),
         "healthy runs without an alarm": _share(sum(not one.false for one in healthy), len(healthy)),
         "healthy runs without an ERROR": _share(sum(not one.errors for one in healthy), len(healthy)),
-        "healthy runs in which diagnose() is silent": _share(sum(not one.diagnosed for one in healthy), len(healthy)),
         "faulty runs": len(faulty),
         "seen": _share(len(seen), len(faulty)),
         "delay, median": median(one.delay for one in seen) if seen else math.nan,
@@ -169,11 +165,9 @@ def failures(scores: Iterable[Score]) -> list[str]:
             continue
         where = f"{one.family}: {one.case} (seed {one.seed})"
         lines += [f"false alarm    {where}: {false}" for false in one.false]
-        if "|" not in one.case:
-            lines += [f"diagnosed      {where}: {said[:120]}" for said in one.diagnosed]
-        elif not one.decidable:
+        if "|" not in one.case or not one.decidable:
             continue
-        elif not one.seen:
+        if not one.seen:
             lines.append(f"not seen       {where}")
         else:
             if one.cause not in ("right", "either"):

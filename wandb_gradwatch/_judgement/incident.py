@@ -149,13 +149,14 @@ class Incident:
         if not isinstance(told, Mapping) or told.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"no incident of schema {SCHEMA_VERSION}: {told!r:.100}")
         try:
-            return cls(**{one.name: _read(one.name, told.get(one.name)) for one in fields(cls)})
-        except (TypeError, KeyError, AttributeError) as error:
+            return cls(**{one.name: _read(one.name, told[one.name]) for one in fields(cls) if one.name in told})
+        except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"no incident: {error!r:.200}") from error
 
 
 _STEPS: Final = frozenset({"first_step", "found_step", "last_step"})
 _PERHAPS: Final = frozenset({"recovered_step", "unmeasured_from", "rank"})
+_MAX_STEP: Final = 2**53  # larger ones have no exact float64
 
 
 def _read(name: str, value: Any) -> Any:
@@ -164,8 +165,8 @@ def _read(name: str, value: Any) -> Any:
             raise ValueError(f"level={value!r:.50}")
         return value
     if name in _STEPS or (name in _PERHAPS and value is not None):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{name}={value!r:.50} must be a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MAX_STEP:
+            raise ValueError(f"{name}={value!r:.50} must be a whole number of at most 2**53")
         return value
     if name in _PERHAPS:
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -38,15 +39,20 @@ class Verdict:
     def __str__(self) -> str:
         return self.sentence
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold."""
+    def to_dict(self, *, max_bytes: int | None = None) -> dict[str, Any]:
+        """Return plain values that JSON can hold.
+
+        With `max_bytes`, the incidents take at most so many bytes of JSON: as `incidents_within` says.
+        """
+        told = [incident.to_dict() for incident in self.incidents]
         return {
             "schema_version": SCHEMA_VERSION,
             "status": self.status,
             "sentence": self.sentence,
             "num_steps": self.num_steps,
             "num_measured": self.num_measured,
-            "incidents": [incident.to_dict() for incident in self.incidents],
+            "num_incidents": len(told),
+            "incidents": told if max_bytes is None else incidents_within(self.incidents, max_bytes),
         }
 
 
@@ -80,13 +86,71 @@ def _said(incident: Incident) -> str:
     before = ""
     if incident.unmeasured_from is not None and incident.unmeasured_from < incident.first_step:
         before = f" (steps {incident.unmeasured_from} to {incident.first_step - 1} were not measured)"
-    cause = incident.cause_text or incident.title[:1].lower() + incident.title[1:]
+    cause = incident.cause_text or _lower(incident.title)
     cause = f"{cause}, or {incident.rival_text}" if incident.rival_text else cause
     verb = "broke" if incident.level == "ERROR" else "unusual"
     return f"{verb} at step {incident.first_step}{before}: {cause}"
+
+
+def _lower(title: str) -> str:
+    """The title within a sentence; "NaN" is no ordinary word."""
+    return title[:1].lower() + title[1:] if title.partition(" ")[0].istitle() else title
 
 
 def _end(incident: Incident) -> str:
     if incident.recovered_step is None:
         return f"seen until step {incident.last_step}"
     return f"usual again at the measured step {incident.recovered_step}"
+
+
+MAX_INCIDENTS: Final = 20
+_MAX_TEXT: Final = 300  # characters of a text, where not everything has room
+_MAX_LAYERS: Final = 20
+_NEEDED: Final = ("kind", "title", "level", "first_step", "found_step", "last_step", "fact", "schema_version")
+
+
+def incidents_within(incidents: Sequence[Incident], max_bytes: int) -> list[dict[str, Any]]:
+    """Describe incidents as `Incident.to_dict` does, in at most so many bytes of JSON.
+
+    Of more than 20, the worst are kept, and of these the newest, in the order in which they were found. Empty fields
+    are left out, and at most 20 layers are named. If there is no room, numbers and all but three layers are left out,
+    then all but the kind, the steps and the cause, then incidents.
+
+    Returns:
+        What `Incident.from_dict` reads.
+    """
+    by_importance = sorted(range(len(incidents)), key=lambda place: (-LEVELS.index(incidents[place].level), -place))
+    for num in range(min(len(incidents), MAX_INCIDENTS), 0, -1):
+        told = [incidents[place].to_dict() for place in sorted(by_importance[:num])]
+        for shorten in _SHORTER:
+            found = [shorten(one) for one in told]
+            if len(json.dumps(found)) <= max_bytes:
+                return found
+    return []
+
+
+def _without_empty(told: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in told.items() if key in _NEEDED or value not in (None, "", [], {})}
+    return kept | ({"layers": kept["layers"][:_MAX_LAYERS]} if "layers" in kept else {})
+
+
+def _without_details(told: dict[str, Any]) -> dict[str, Any]:
+    kept = _without_empty(told)
+    return {key: _shortened(key, value) for key, value in kept.items() if key not in ("values", "kinds", "evidence")}
+
+
+def _with_names_alone(told: dict[str, Any]) -> dict[str, Any]:
+    names = (*_NEEDED, "recovered_step", "cause", "cause_text")
+    kept = {key: value for key, value in _without_empty(told).items() if key in names}
+    return kept | {key: value[:60] for key, value in kept.items() if isinstance(value, str)}
+
+
+def _shortened(key: str, value: Any) -> Any:
+    if key == "layers":
+        return [{"name": one["name"][:_MAX_TEXT]} for one in value[:3]]
+    return value[:_MAX_TEXT] if isinstance(value, str) else value
+
+
+_SHORTER: Final[tuple[Callable[[dict[str, Any]], dict[str, Any]], ...]] = (
+    *(_without_empty, _without_details, _with_names_alone),
+)

@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from .._judgement.incident import Incident
+from .._judgement.verdict import Verdict, verdict_of
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
 
@@ -93,6 +95,7 @@ class RunHistory:
     # By family of watch(metrics=...), then by name
     family_histograms: Mapping[str, Mapping[str, HistogramSeries]] = field(default_factory=dict)
     alerts: tuple[RecordedAlert, ...] = ()  # in the order in which they were sent
+    incidents: tuple[Incident, ...] = ()  # of the run's summary, as they were known when it was last written
     flight_recorder: RecordedTable | None = None  # the last table logged as `gradwatch/flight_recorder`
     notes: tuple[str, ...] = ()  # problems of the file that a viewer must know: truncated, damaged, still open
 
@@ -138,6 +141,11 @@ class RunHistory:
         longest = max((series.steps for series in self.own.values()), key=len, default=self.samples.steps)
         known: list[float] = [end for steps in (self.samples.steps, longest) for end in steps[[0, -1]].tolist()]
         return round(max(known)) - round(min(known)) + 1
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What the incidents and the number of measured steps, as far as they are in the file, say of the run."""
+        return verdict_of(self.incidents, num_steps=self.num_steps, num_measured=self.num_measured)
 
     @cached_property
     def recorded_steps(self) -> list[int]:

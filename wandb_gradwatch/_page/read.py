@@ -18,6 +18,8 @@ from typing import Any, Final, TypeGuard
 
 import numpy as np
 
+from .._judgement.incident import Incident
+from .._judgement.verdict import MAX_INCIDENTS
 from ..snapshot import keys
 from .history import MAX_KEY, OwnSeries, RecordedAlert, RecordedTable, RunHistory, flat
 from .packing import HistogramCollector, OwnColumns, RowColumns, SampleColumns
@@ -30,6 +32,7 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _NUMBER_STARTS: Final = frozenset("-0123456789NI")  # W&B writes NaN and Infinity
 MAX_STEP: Final = 2**53  # larger ones have no exact float64
 MAX_KEYS: Final = 100_000  # of numbers, and of one row
+MAX_INCIDENTS_TEXT: Final = 100_000  # characters of the summary's incidents; the sink writes at most a fifth
 _UNREADABLE: Final = (ValueError, TypeError, RecursionError)
 _STEP_IN_TEXT: Final = re.compile(r"\bstep[ =]+(\d{1,18})\b", re.IGNORECASE)
 
@@ -131,6 +134,7 @@ class RunReader:
         self._told: dict[str, Any] = {"run_id": path.stem.removeprefix("run-")}
         self._config: dict[str, Any] = {}
         self._alerts: list[RecordedAlert] = []
+        self._incidents: tuple[Incident, ...] = ()
         self._last_step: int | None = None
         self._table_path: str | None = None
         self._histograms = HistogramCollector()
@@ -154,6 +158,8 @@ class RunReader:
                     progress(self.num_rows)
             elif kind == "alert":
                 self.take_alert(record.alert.title, record.alert.text, record.alert.level)
+            elif kind == "summary":
+                self.take_summary(record.summary)
             elif kind == "run":
                 told = record.run
                 found = {"run_id": told.run_id, "name": told.display_name, "project": told.project}
@@ -232,6 +238,15 @@ class RunReader:
                 self._leave_out(key)
         return settings
 
+    def take_summary(self, summary: Any) -> None:
+        """Add a record of the run's summary, of which only the incidents are read."""
+        for item in summary.update:
+            if keys.INCIDENTS in (item.key, ".".join(item.nested_key)):
+                try:
+                    self._incidents = _incidents(item.value_json)
+                except _UNREADABLE:
+                    self._leave_out(keys.INCIDENTS)
+
     def _time_of(self, told: Any) -> str:
         try:
             return told.start_time.ToJsonString() if told.HasField("start_time") else ""
@@ -290,6 +305,7 @@ class RunReader:
             histograms=histograms.pop("", {}),
             family_histograms=histograms,
             alerts=tuple(self._alerts),
+            incidents=self._incidents,
             flight_recorder=flight_recorder,
             notes=tuple(note for note, is_so in notes.items() if is_so),
         )
@@ -309,6 +325,16 @@ class RunReader:
             return RecordedTable([str(name) for name in content["columns"]], rows), ""
         except (OSError, KeyError, *_UNREADABLE) as error:
             return None, f"cannot be read: {error!r}"
+
+
+def _incidents(value_json: str) -> tuple[Incident, ...]:
+    """Read the incidents of a run's summary: a JSON text within JSON."""
+    if len(value_json) > MAX_INCIDENTS_TEXT:
+        raise ValueError(f"the incidents have {len(value_json)} characters")
+    told = json.loads(json.loads(value_json))
+    if not isinstance(told, list) or len(told) > MAX_INCIDENTS:
+        raise ValueError(f"the incidents must be a list of at most {MAX_INCIDENTS}")
+    return tuple(map(Incident.from_dict, told))
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -12,6 +12,8 @@ from typing import Final
 from .._analysis.formatting import visible_text
 from .._boundary import CallbackError
 from .._interruptions import raise_interruption
+from .._judgement.incident import Incident
+from .._judgement.verdict import Verdict
 from ..rules import Alert
 from ..sinks import Sink
 from ..snapshot import Snapshot
@@ -53,11 +55,10 @@ class Dispatcher:
     ) -> None:
         self.recorder = FlightRecorder()
         self._said: dict[str, _Said] = {}  # by kind
+        self._incidents_said: set[tuple[str, int]] = set()  # on standard error: kind and first step
         self._sinks = list(sinks)
         self._on_alert = tuple(on_alert)
         self._to_terminal = to_terminal
-        self._first_alert: Alert | None = None
-        self._num_alerts = 0
         self.news = News()  # since the last call of `pop_news`
 
     @property
@@ -82,15 +83,21 @@ class Dispatcher:
     def write(self, snapshot: Snapshot) -> None:
         self._call_sinks("write", snapshot)
 
-    def send(self, alert: Alert) -> None:
-        """Send an alert to the recorder, all sinks and the user's callbacks; an ERROR also writes the recorder."""
+    def tell(self, verdict: Verdict) -> None:
+        """Send what is known of the run to all sinks."""
+        self._call_sinks("verdict", verdict)
+
+    def send(self, alert: Alert, verdict: Verdict) -> None:
+        """Send an alert to the recorder, all sinks and the user's callbacks; an ERROR also writes the recorder.
+
+        The sinks receive the verdict before the callbacks, one of which may end the process.
+        """
         self.recorder.alert(alert)
-        self._num_alerts += 1
         self.news.titles.add(alert.title)
-        self._first_alert = self._first_alert or alert
-        if alert.level == "ERROR" and not any(sink.is_terminal for sink in self._sinks):
-            self._say(str(alert))
+        if alert.level == "ERROR" and alert.incident is not None:
+            self._say_once(alert.incident)
         self._call_sinks("alert", alert)
+        self.tell(verdict)
         if alert.level == "ERROR":
             self.record(table=True)
         raised: Exception | None = None
@@ -140,29 +147,31 @@ class Dispatcher:
         said.first, said.newest = said.first or text, text
         return is_new
 
-    def close(self, *, num_measured: int, num_steps: int) -> None:
-        """Log the counts of repeated messages, say how the training went in one line, and close the sinks."""
+    def close(self, verdict: Verdict) -> None:
+        """Log the counts of repeated messages, say the verdict in one line, and close the sinks."""
         for said in self._said.values():
             if said.count > 1:
                 logger.warning("wandb_gradwatch: %d times in all measured steps: %s", said.count, said.first)
-        if num_steps or self._first_alert is not None:
-            self._say(self._ending(num_measured, num_steps))
+        if verdict.num_steps or verdict.incidents:
+            self._say(self._ending(verdict))
+            self.tell(verdict)
         self._call_sinks("close")
 
-    def _ending(self, num_measured: int, num_steps: int) -> str:
-        """A line with the alerts and the number of measured steps, and the command that shows the page."""
-        measured = f"{num_measured:,} of {num_steps:,} step{'' if num_steps == 1 else 's'} measured"
-        if (first := self._first_alert) is None:
-            ending = f"no alert in {measured}." if num_measured else f"nothing was measured in {num_steps:,} steps."
-        else:
-            others = f"{self._num_alerts} alerts, the first" if self._num_alerts > 1 else "1 alert,"
-            ending = f"{others} at step {first.step}: {first.title}; {measured}."
+    def _ending(self, verdict: Verdict) -> str:
+        """The verdict in a line, and the command that shows the page."""
         for files in self._directories():  # the run's `files` folder; `view` reads its parent
-            return f"{ending} To see the page of the run: wandb-gradwatch view {shlex.quote(str(near(files.parent)))}"
-        return ending
+            view = f"wandb-gradwatch view {shlex.quote(str(near(files.parent)))}"
+            return f"{verdict.sentence}. To see the page of the run: {view}"
+        return f"{verdict.sentence}."
 
     def _directories(self) -> list[Path]:
         return [Path(directory) for sink in self._sinks if (directory := sink.directory)]
+
+    def _say_once(self, incident: Incident) -> None:
+        known = (incident.kind, incident.first_step)
+        if known not in self._incidents_said and not any(sink.is_terminal for sink in self._sinks):
+            self._say(f"{incident.level}: {incident.message}")
+        self._incidents_said.add(known)
 
     def _say(self, text: str) -> None:
         if self._to_terminal:

@@ -356,6 +356,7 @@ class Pipeline:
         finally:  # a user's callback may raise
             began = time.perf_counter()
             self._dispatcher.write(snapshot)
+            self._rule_runner.window_ends()
             self._dispatcher.news.seconds_on_rows += time.perf_counter() - began
 
     def rescue(self) -> None:

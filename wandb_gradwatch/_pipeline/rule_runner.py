@@ -1,13 +1,14 @@
 """Run the rules on samples that have arrived, and send their alerts with a diagnosis."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from .._boundary import CallbackError
-from .._diagnosis import Diagnosis, diagnose, with_diagnosis
+from .._diagnosis import with_diagnosis
 from .._judgement.incident import Incident
+from .._judgement.verdict import Verdict, verdict_of
 from .._runtime.sharding import world_size
 from ..rules import Alert
 from ..rules._base import Finding, Level
@@ -23,17 +24,49 @@ class RuleRunner:
         alert_manager: runs the rules, and selects the alerts to send.
         dispatcher: sends alerts with their diagnosis; its recorder keeps the samples.
         modules: class names of the model's modules by module name, for the diagnosis.
+        count_steps: returns the number of measured steps and of all steps since watch(), for the verdict.
     """
 
-    def __init__(self, alert_manager: AlertManager, dispatcher: Dispatcher, *, modules: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        alert_manager: AlertManager,
+        dispatcher: Dispatcher,
+        *,
+        modules: Mapping[str, str],
+        count_steps: Callable[[], tuple[int, int]],
+    ) -> None:
         self._alert_manager = alert_manager
         self._dispatcher = dispatcher
         self._modules = modules
+        self._count_steps = count_steps
+        self._num_over = 0  # incidents that had ended when the sinks last received the verdict
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the samples so far say of the run."""
+        num_measured, num_steps = self._count_steps()
+        return verdict_of(self._alert_manager.incidents, num_steps=num_steps, num_measured=num_measured)
+
+    def tell_verdict(self) -> None:
+        """Send the verdict to the sinks."""
+        self._num_over = self._count_over()
+        self._dispatcher.tell(self.verdict)
+
+    def window_ends(self) -> None:
+        """Send the verdict to the sinks if an incident lasts: its last step is now a later one."""
+        if self._count_over() < len(self._alert_manager.incidents):
+            self.tell_verdict()
+
+    def _count_over(self) -> int:
+        return sum(incident.is_over for incident in self._alert_manager.incidents)
 
     def check(self, snapshot: Snapshot) -> None:
         """Run the rules on at least one sample, and send the alerts."""
         self._dispatcher.recorder.add(snapshot)  # first, because the history of an alert must contain its own sample
-        if not (alerts := self._alert_manager.process(snapshot)):
+        alerts = self._alert_manager.process(snapshot)
+        if self._count_over() > self._num_over:
+            self.tell_verdict()
+        if not alerts:
             return
         raised: CallbackError | None = None
         began = time.perf_counter()
@@ -45,7 +78,7 @@ class RuleRunner:
                 is_inferred = bool(snapshot.inferred[snapshot.steps == alert.step].any())
                 history = None if is_inferred else recorder.history()
                 told = with_diagnosis(alert, history, earlier=recorder.alerts, **self._context)
-                self._send(told)
+                self.send(told)
             except CallbackError as error:
                 raised = raised or error
         self._dispatcher.news.seconds_on_alerts += time.perf_counter() - began
@@ -56,21 +89,15 @@ class RuleRunner:
         """Send an alert of the capture itself, once for each title. It begins an episode, like a rule's finding."""
         found = Alert(title, f"Step {step}: {text}", step, level)
         if self._dispatcher.is_new(title, found.text) and (alert := self._alert_manager.open(found)) is not None:
-            self._send(alert)
+            self.send(alert)
 
-    def _send(self, alert: Alert) -> None:
+    def send(self, alert: Alert) -> None:
+        """Send an alert with its incident, and the verdict that includes it."""
         fact = alert.text.partition("\n")[0]
         at = alert.step
         incident = Incident(kind_of(alert.title), alert.title, alert.level, at, at, at, fact)
         self._alert_manager.add(incident)
-        self._dispatcher.send(replace(alert, incident=incident))
-
-    def diagnose(self) -> list[Diagnosis]:
-        """Return probable causes of the alerts that were sent, most probable first; empty without alerts."""
-        recorder = self._dispatcher.recorder
-        history, titles = recorder.history(), {alert.title for alert in recorder.alerts if alert.level != "INFO"}
-        found = [] if history is None or not titles or history.inferred.any() else diagnose(history, **self._context)
-        return [diagnosis for diagnosis in found if any(map(diagnosis.explains, titles))]
+        self._dispatcher.send(replace(alert, incident=incident), self.verdict)
 
     @property
     def _context(self) -> dict[str, Any]:

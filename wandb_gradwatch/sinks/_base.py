@@ -8,6 +8,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from .._analysis.formatting import number, visible_text
+from .._judgement.verdict import Verdict
 from ..rules import Alert
 from ..snapshot import Snapshot
 from ..snapshot._shapes import merge_snapshots
@@ -25,6 +26,9 @@ class Sink:
 
     def alert(self, alert: Alert) -> None:
         """Receive an alert as soon as it is sent."""
+
+    def verdict(self, verdict: Verdict) -> None:
+        """Receive all that is known of the run: after every alert, when an incident ends, and at the end of the run."""
 
     def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
         """Receive the samples of the flight recorder as a table: one row for each layer at each step."""

@@ -44,6 +44,7 @@ from typing import Any, Final
 
 from .._boundary import Boundary, Call, around, entry_point
 from .._interruptions import raise_interruption
+from .._judgement.verdict import Verdict
 from ..snapshot import keys
 from ._definitions import MetricDefinitions
 from ._row_queue import OpenRow, Row, RowQueue, plain_values
@@ -79,6 +80,7 @@ class RowScheduler:
     def __init__(self, run: Any) -> None:
         self.ended = False
         self.last_steps: dict[str, int] = {}  # by namespace: the step of the newest row, of any training in this run
+        self.verdicts: dict[object, Verdict] = {}  # the newest of each sink, of any training in this run
         self.has_told_repeated = False  # that two trainings in this run have the same steps
         self._has_told_shared = False  # that the script logs a key of ours, too
         self._has_told_left_out = False

@@ -1,11 +1,13 @@
 """A sink that logs snapshots and alerts to a W&B run. The user owns the run: the sink does not start or finish it."""
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 from .._interruptions import raise_interruption
+from .._judgement.verdict import Verdict, incidents_within, verdict_of
 from ..rules import Alert
 from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import GroupBy, group_function
@@ -15,6 +17,7 @@ from ._row_scheduler import RowScheduler, logger, row_scheduler_of
 
 MAX_METRICS: Final = 10_000  # W&B recommends fewer distinct metrics in a run
 _ALERT_WAIT_SECONDS: Final = 1  # W&B drops alerts with the same title within this time; 0 means W&B's default of 60
+MAX_INCIDENTS_BYTES: Final = 20_000  # W&B sends the whole summary every 15 seconds
 _STARVED_WINDOWS: Final = 8  # queued rows from which on the user is warned
 
 MAX_SERIES: Final = 256  # names in each family of keys; there are about a dozen families
@@ -97,6 +100,7 @@ class WandbSink(Sink):
         self._zeros = ZerosLeftOut()
         self._said: set[str] = set()
         self._told_names: list[str] = []
+        self._key: Final = object()  # of this sink's verdict among those of all sinks of the run
         self._row_scheduler: RowScheduler | None = None
         if not run.disabled:
             self._row_scheduler = row_scheduler_of(run)
@@ -171,6 +175,20 @@ class WandbSink(Sink):
         if self._live_scheduler() is not None:
             send = partial(self.run.alert, title=alert.title, text=alert.text, level=alert.level)
             self._try("an alert", partial(send, wait_duration=_ALERT_WAIT_SECONDS))
+
+    def verdict(self, verdict: Verdict) -> None:
+        """Write the verdict and the incidents of all trainings in this run, so far, into the run's summary."""
+        row_scheduler = self._row_scheduler
+        if row_scheduler is None or row_scheduler.ended or row_scheduler.is_unanswered:
+            return
+        row_scheduler.verdicts[self._key] = verdict
+        of_run = row_scheduler.verdicts.values()
+        incidents = [incident for one in of_run for incident in one.incidents]
+        num_steps, num_measured = sum(one.num_steps for one in of_run), sum(one.num_measured for one in of_run)
+        summary = {keys.VERDICT: verdict_of(incidents, num_steps=num_steps, num_measured=num_measured).sentence}
+        if incidents:  # W&B prints the summary's first keys at the end of the run
+            summary[keys.INCIDENTS] = json.dumps(incidents_within(incidents, MAX_INCIDENTS_BYTES))
+        self._try("the verdict", lambda: self.run.summary.update(summary))
 
     def close(self) -> None:
         """Stop writing. Queued rows are still logged before the run ends. The run itself continues."""

@@ -13,6 +13,11 @@ PREFIX: Final = "gradwatch/"
 STEP: Final = "gradwatch/step"  # step of the row's last sample; the step metric (x axis) of every other key
 FLIGHT_RECORDER: Final = "gradwatch/flight_recorder"  # a table
 
+# Only in the run's summary, and of all models in the run together.
+
+VERDICT: Final = "gradwatch/verdict"  # a sentence
+INCIDENTS: Final = "gradwatch/incidents"  # JSON: a list of Incident.to_dict()
+
 # What a row holds. Values of one sample are those of its last one; maxima, counts and ratios are about all of them.
 
 FIRST_SAMPLE: Final = "gradwatch/first_sample"  # step of the row's first sample
