@@ -125,12 +125,12 @@ def run_diff(first: Path, second: Path, *, json: bool) -> int:
         return 2
     settings, parting = differing_settings(runs[0].config, runs[1].config), found.parting
     if json:
-        of_runs = zip(runs, found.verdicts, strict=True)
+        told = zip(runs, found.verdicts, strict=True)
         as_json(
             {
                 "alike": found.alike,
                 "sentence": sentence(found),
-                "runs": [{"run": run.run_id, "name": run.name, "verdict": verdict.text} for run, verdict in of_runs],
+                "runs": [{"run": run.run_id, "name": run.name, "verdict": one.sentence} for run, one in told],
                 "step": None if parting is None else parting.step,
                 "layer": None if parting is None else parting.name,
                 "layers_that_part": 0 if parting is None else parting.num_layers,
@@ -150,7 +150,7 @@ def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> Iter
     """Yield the labels and texts that `diff` prints below its sentence."""
     last = int(found.steps[-1])
     for letter, run, verdict in zip("AB", runs, found.verdicts, strict=True):
-        yield letter, f"{run.name or run.run_id}: {verdict.text}"
+        yield letter, f"{run.name or run.run_id}: {verdict.sentence}"
     windows = f"{_many(found.names, 'layer')}, {_many(found.steps, 'window')}"
     yield "compared", f"{windows}, steps {found.steps[0]} to {last}"
     if found.parting is not None:

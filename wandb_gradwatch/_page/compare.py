@@ -2,20 +2,20 @@
 
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from .._judgement.verdict import Verdict
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
 from .history import LAYER_NAMES, OwnSeries, RunHistory, Samples, flat, intervals
 from .packing import Blob, picture_width, pool, pool_extremes, pool_steps, thinned_samples
-from .payload import MAX_POINTS, by_role, describe_run, own_role, pack_measured
+from .payload import MAX_POINTS, by_role, describe_run, describe_verdict, own_role, pack_measured
 from .redaction import redacted
-from .verdict import Verdict, judge, nonfinite_rows
 
 # P layers that both runs have, G windows in the steps of both runs
 
@@ -60,15 +60,15 @@ class Comparison:
 
     @property
     def alike(self) -> bool:
-        """Whether the runs have the same layers and kind of verdict, and never differ beyond their scatter."""
+        """Whether the runs have the same layers and status, and never differ beyond their scatter."""
         return self.parting is None and not self.reservations
 
     @property
     def reservations(self) -> list[str]:
         """What else differs."""
-        moods = {verdict.mood for verdict in self.verdicts}
+        statuses = {verdict.status for verdict in self.verdicts}
         layers = ["not all layers are in both"] if any(self.only) else []
-        return layers + (["the verdicts differ"] if len(moods) > 1 else [])
+        return layers + (["the verdicts differ"] if len(statuses) > 1 else [])
 
 
 def compare(first: RunHistory, second: RunHistory) -> Comparison:
@@ -96,7 +96,7 @@ def compare(first: RunHistory, second: RunHistory) -> Comparison:
         norms=norms,
         equal_until=int(steps[num_equal - 1]) if num_equal else None,
         parting=_parting(spelled, steps, norms),
-        verdicts=(judge(first), judge(second)),
+        verdicts=(first.verdict, second.verdict),
     )
 
 
@@ -140,13 +140,23 @@ def _windows_of(history: RunHistory, names: list[str], steps: IntArray) -> Float
     keys_of = (keys.LAYER_GRAD_NORM_MAX, keys.LAYER_GRAD_NORM)
     norms = np.stack([history.first_of(*(f"{key}/{name}" for key in keys_of)) for name in names])
     counts = np.stack([history.first_of(f"{keys.LAYER_NUM_NONFINITE}/{name}") for name in names])
-    norms[(counts > 0) & nonfinite_rows(history)] = np.inf
+    norms[(counts > 0) & _nonfinite_rows(history)] = np.inf
     # Rows after the last window are left out; rows before the first one are merged into it.
     window_of = np.searchsorted(steps, history.steps[history.steps <= steps[-1]])
     known, starts = np.unique(window_of, return_index=True)
     windows = np.full((len(names), len(steps)), np.nan)
     windows[:, known] = np.fmax.reduceat(norms[:, : len(window_of)], starts, axis=1)
     return windows
+
+
+def _nonfinite_rows(history: RunHistory) -> npt.NDArray[np.bool_]:
+    """Return a mask of rows with NaN or Inf in gradients: [R].
+
+    A loss scaler overflows and skips steps by design, so rows with skipped steps do not count.
+    """
+    counts = (history.first_of(key) for key in (keys.NUM_NAN, keys.NUM_INF, keys.NUM_SKIPPED_STEPS))
+    nan, inf, skipped = map(np.nan_to_num, counts)
+    return np.asarray((nan + inf > 0) & (skipped == 0))
 
 
 def _parting(names: list[str], steps: IntArray, norms: tuple[FloatArray, FloatArray]) -> Parting | None:
@@ -213,7 +223,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
     content = {
         "run": {"id": "+".join(one.run_id for one in histories), "name": " and ".join(lettered)},
         "notes": [f"{letter}: {note}" for letter, history in lettered.items() for note in history.notes],
-        "alerts": [],
+        "incidents": [],  # those of several runs would cover each other
         "steps": sorted({step for one in histories for step in one.samples.steps[[0, -1]].tolist() if len(one.steps)}),
         "axes": [],  # other axes, such as time, differ between runs
         "own": {"axes": [], "items": []},
@@ -222,7 +232,8 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
             {
                 "letter": letter,
                 **describe_run(history),
-                "verdict": asdict(judge(history)),
+                "verdict": describe_verdict(history.verdict),
+                "incidents": [one.headline for one in sorted(history.incidents, key=lambda one: one.first_step)[:1]],
                 "numLayers": len(history.names),
                 "lastStep": int(history.steps[-1]) if len(history.steps) else None,
             }

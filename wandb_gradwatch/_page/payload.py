@@ -3,19 +3,18 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Final
 
 import numpy as np
 
-from .._analysis.formatting import FOUND_PREFIX
+from .._judgement.incident import Incident
+from .._judgement.verdict import Verdict
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
 from .columns import OF_WINDOW, columns_of, recorded_values, spread, window_starts
-from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, Samples, natural_order
+from .history import OwnSeries, RecordedTable, RunHistory, Samples, natural_order
 from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width, thinned_samples
-from .verdict import fold, judge, severity
 
 # P names, W columns of a picture; limits keep the page small
 
@@ -41,8 +40,6 @@ _METRIC_ORDER: Final = (
     *("rms", "mean", "std", "min", "max", "abs_max", "dead_ratio", "zero_ratio", "num_nonfinite"),
 )
 _Series = Mapping[str, Mapping[str, FloatArray]]  # by name, then by metric: values
-_HEAD: Final = re.compile(r"(?P<Operation>\S+) (?:in )?(?P<Module>.+?), (?P<Line>[^,]+), made (?P<Made>.+)")
-_PARTS: Final = {"It read ": "Read", "From there it reached ": "Reached", "Within ": "Near", "Remedy: ": "Remedy"}
 
 
 def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
@@ -54,14 +51,12 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     content = {
         "run": describe_run(history),
         "notes": list(history.notes),
-        "verdict": asdict(judge(history)),
-        "alerts": [_alert(group) for group in fold(history.alerts)],
+        "verdict": describe_verdict(history.verdict),
+        "incidents": [_incident(one) for one in history.incidents],
         "steps": pool_steps(history.steps, points)[1].tolist(),
         "starts": window_starts(history, points).tolist(),
         "measured": pack_measured(history.samples, history.measured, blob),
         "isOneModel": not any(key.endswith("/num_samples") and key != keys.NUM_SAMPLES for key in history.values),
-        "numMeasured": history.num_measured,
-        "numSteps": history.num_steps,
         "pooledPoints": points,
         "axes": other_axes(history),
         "globals": {
@@ -79,12 +74,14 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     return content, blob
 
 
-def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
-    """Fold alerts of one title: the first of the most severe ones in full, and the steps and levels of all."""
-    shown = min(group, key=severity)
-    times = [{"step": alert.step, "level": alert.level} for alert in group]
-    text, finding = without_finding(shown.text)
-    return vars(shown) | {"text": text, "times": times, "finding": finding}
+def describe_verdict(verdict: Verdict) -> dict[str, str]:
+    """Return what the page says of the whole run."""
+    return {"status": verdict.status, "sentence": verdict.sentence}
+
+
+def _incident(incident: Incident) -> dict[str, Any]:
+    """Return an incident as its two texts, and as what Incident.to_dict says of it."""
+    return {"headline": incident.headline, "text": incident.text, "told": incident.to_dict()}
 
 
 def describe_run(history: RunHistory) -> dict[str, Any]:
@@ -95,6 +92,7 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "project": history.project,
         "startedAt": history.started_at,
         "finished": history.finished,
+        "exitCode": history.exit_code,
         "file": history.path.name,
         "numRows": history.num_rows,
         "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,
@@ -283,24 +281,3 @@ def knots(steps: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray
         return None
     kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MAX_KNOTS)).round().astype(int))
     return steps[kept], values[once][kept]
-
-
-def without_finding(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split an alert's text into the text without the first bad operation, and the operation's (name, value) parts.
-
-    Example:
-        >>> _, parts = without_finding("found by running the step again. aten.log in a, b.py:3, made 1 NaN of 2.")
-        >>> parts
-        [('Operation', 'aten.log'), ('Module', 'a'), ('Line', 'b.py:3'), ('Made', '1 NaN of 2')]
-    """
-    before, prefix, found = text.partition(FOUND_PREFIX)
-    if not found:
-        return text, []
-    head, *lines = found.splitlines()
-    match = _HEAD.fullmatch(head.removesuffix("."))
-    parts = [("Found", head)] if match is None else list(match.groupdict().items())
-    for line in lines:
-        begin = next((begin for begin in _PARTS if line.startswith(begin)), "")
-        name = _PARTS.get(begin, "Found")
-        parts.append((name, line.removeprefix("" if name == "Near" else begin).removesuffix(".")))
-    return before + prefix.rstrip(), parts

@@ -11,32 +11,31 @@ function globalSeries(key, label, place, more = {}) {
   return values === undefined ? [] : [{ label, values, colour: lineColour(place), ...more }];
 }
 
+const MOODS = { ok: "good", warn: "careful", error: "bad", unknown: "" }; // by the status of a verdict
 const has = (key) => content.globals["gradwatch/" + key] !== undefined;
 
 function header() {
   const { run: about } = content;
-  const every = Math.round((content.globals["gradwatch/sample_every"] ?? []).at(-1) ?? 1);
   const facts = [
     about.project,
     about.id === about.name ? null : about.id,
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
     about.span && stepRange(...about.span),
     run.layers.names.length ? plural(run.layers.names.length, "layer") : null,
-    hasRows() ? `${content.numMeasured.toLocaleString("en-US")} of ${plural(content.numSteps, "step")} measured${every > 1 ? `, in the end every ${every.toLocaleString("en-US")}th` : ""}` : null,
     plural(about.numFlushes, "flush", "flushes"),
+    about.exitCode ? `the process ended with exit code ${about.exitCode}` : null,
   ].filter(Boolean);
   return element(
     "header",
     {},
     element("div", { class: "brand" }, "gradwatch"),
     element("h1", {}, about.name, about.finished ? "" : element("span", { class: "pill open" }, "no end record")),
-    hasRows() ? element("p", { class: "verdict " + content.verdict.mood }, content.verdict.text + ".") : null,
+    hasRows() ? element("p", { class: "verdict " + MOODS[content.verdict.status] }, content.verdict.sentence + ".") : null,
     element("p", { class: "facts" }, facts.map((fact) => element("span", {}, fact)), rowAge()),
   );
 }
 
 const hasRows = () => content.steps.length > 0;
-const stepRange = (first, last) => (first === last ? `step ${last.toLocaleString("en-US")}` : `steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}`);
 
 function toolbar() {
   const low = element("input", { type: "number", "aria-label": "First step" });
@@ -66,9 +65,7 @@ function tiles() {
   const last = (key) => known(key).at(-1) ?? null;
   const sum = (key) => known(key).reduce((total, value) => total + value, 0);
   const mean = (key) => (known(key).length ? sum(key) / known(key).length : null);
-  const worst = content.alerts.some((alert) => alert.level === "ERROR") ? "bad" : content.alerts.length ? "careful" : "good";
-  const told = content.alerts.flatMap((alert) => alert.times.map((time) => ({ title: alert.title, ...time })));
-  const first = told.filter((time) => time.step !== null).sort((a, b) => a.step - b.step)[0];
+  const [first] = content.incidents.map(({ told }) => told).sort((a, b) => a.first_step - b.first_step);
   const nonFinite = sum("num_nan") + sum("num_inf");
   const norm = (content.globals["gradwatch/grad_norm"] ?? []).at(-1); // missing if no element is finite; an earlier row's norm is not used
   const bad = last("num_nan") + last("num_inf") > 0;
@@ -76,7 +73,7 @@ function tiles() {
   return element(
     "section",
     { class: "tiles", "aria-label": "At a glance" },
-    tile("Alerts", String(content.alerts.length), first ? `first: ${first.title}, step ${first.step.toLocaleString("en-US")}` : "in the steps measured", worst),
+    tile("Incidents", String(content.incidents.length), first ? `first: ${first.title}, ${atStep(first.first_step)}` : "in the steps measured", MOODS[content.verdict.status]),
     has("grad_norm") ? tile("Gradient norm", formatNumber(norm), ofWhat) : null,
     has("clip_ratio") ? tile("Clipped", formatShare(mean("clip_ratio")), "of the steps, on average") : null,
     has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
@@ -238,7 +235,7 @@ function runParts() {
   const parts = [toolbar(), header(), ...content.notes.map((note) => element("p", { class: "note" }, note))];
   if (hasRows()) parts.push(tiles(), ownCard());
   else parts.push(emptyNotice());
-  if (content.alerts.length) parts.push(alertsSection());
+  if (content.incidents.length) parts.push(incidentsSection());
   if (hasRows()) {
     parts.push(normCard());
     if (run.layers.metric) parts.push(layersCard(), linesCard());

@@ -21,13 +21,10 @@ class HistogramPicture extends Frame {
 
   choose(item, signed = this.signed) {
     Object.assign(this, { item, signed });
-    this.data = histogramOf(item, this.source.edges);
-    const { low, high, steps } = this.data;
-    Object.assign(this, { measured: run.measured, steps, last: steps });
-    const end = this.source.edges.at(-1); // where an extreme is unknown
-    this.limitsOf = Array.from(low, (one, column) => [Number.isFinite(one) ? one : -end, Number.isFinite(high[column]) ? high[column] : end]);
-    this.reach = this.limitsOf.map((both) => Math.max(...both.map(Math.abs)));
-    this.percentiles = PERCENTILES.map(({ share }) => steps.map((_, column) => this.percentile(column, share)));
+    this.columns = histogramOf(item, this.source.edges);
+    Object.assign(this, { measured: run.measured, steps: item.steps, last: item.steps });
+    this.reach = this.columns.map(({ from, to }) => Math.max(-from, to));
+    this.percentiles = PERCENTILES.map(({ share }) => item.steps.map((_, column) => this.percentile(column, share)));
     this.onResetY();
     if (this.node) this.outdate();
   }
@@ -50,9 +47,8 @@ class HistogramPicture extends Frame {
 
   // Return the share of a column's elements in the bins from one up to another, counted from the bin of zeros.
   share(column, from, to) {
-    const { cumulative, bins } = this.data;
-    const middle = column * (bins + 1) + (bins - 1) / 2;
-    return cumulative[middle + to + 1] - cumulative[middle + from];
+    const [{ upTo }, middle] = [this.columns[column], this.source.edges.length];
+    return upTo[middle + to] - upTo[middle + from - 1];
   }
 
   zeros(column) {
@@ -61,19 +57,8 @@ class HistogramPicture extends Frame {
 
   // Return the share of a column's elements up to a value; they lie evenly in each bin, between the extremes.
   upTo(column, value) {
-    const { edges, cumulative, bins } = this.data;
-    const [low, high] = this.limitsOf[column];
-    if (value >= high) return 1;
-    if (value < low) return 0;
-    const bin = clamp(lastAtMost(edges, value), 0, bins - 1);
-    const [from, to] = [bin === 0 ? low : Math.max(low, edges[bin]), bin === bins - 1 ? high : Math.min(high, edges[bin + 1])];
-    const [below, above] = [cumulative[column * (bins + 1) + bin], cumulative[column * (bins + 1) + bin + 1]];
-    return below + (to > from ? (value - from) / (to - from) : 1) * (above - below);
-  }
-
-  // Return the share up to a position on the axis; for sizes, of both signs.
-  below(column, place) {
-    return this.signed ? this.upTo(column, place) : this.within(column, 10 ** place);
+    const { edges, upTo, from, to } = this.columns[column];
+    return value >= to ? 1 : between(edges, upTo, Math.max(value, from));
   }
 
   within(column, size) {
@@ -100,30 +85,21 @@ class HistogramPicture extends Frame {
   // straight line from middle to middle. Bins around zero that are thinner than two rows count as one.
   profile(column, rows, signs) {
     const [bottom, top] = this.limits;
+    const height = (top - bottom) / rows;
     const sizes = [...this.source.edges.slice(0, -1), Math.max(this.source.edges.at(-1), this.reach[column])];
-    const last = sizes.length - 2; // the outermost bin of a sign
-    const [places, densities] = [[], []];
-    const add = (from, to, share) => to > from && (places.push((from + to) / 2), densities.push(share / (to - from)));
+    const found = this.signed ? sizes.findIndex((size, bin) => bin > 0 && sizes[bin + 1] - size >= 2 * height) : 1;
+    const inner = found < 0 ? sizes.length - 1 : found;
+    const outer = sizes.slice(inner);
+    const sharesOf = (sign) => outer.slice(1).map((_, bin) => this.share(column, sign * (inner + bin + 1), sign * (inner + bin + 1)));
+    let [edges, shares] = [outer.map(Math.log10), signs.map(sharesOf).reduce((one, other) => one.map((share, bin) => share + other[bin]))];
     if (this.signed) {
-      const height = (top - bottom) / rows;
-      const found = sizes.findIndex((size, bin) => bin > 0 && sizes[bin + 1] - size >= 2 * height);
-      const inner = found < 0 ? last + 1 : found;
-      for (let bin = last; bin >= inner; bin--) add(-sizes[bin + 1], -sizes[bin], this.share(column, -bin - 1, -bin - 1));
-      add(-Math.max(sizes[inner], height), Math.max(sizes[inner], height), this.share(column, -inner, inner));
-      for (let bin = inner; bin <= last; bin++) add(sizes[bin], sizes[bin + 1], this.share(column, bin + 1, bin + 1));
-    } else {
-      const shareOf = (bin) => signs.reduce((sum, sign) => sum + this.share(column, sign * (bin + 1), sign * (bin + 1)), 0);
-      for (let bin = 1; bin <= last; bin++) add(Math.log10(sizes[bin]), Math.log10(sizes[bin + 1]), shareOf(bin));
+      outer[0] = Math.max(outer[0], height);
+      edges = [...outer.map((size) => -size).reverse(), ...outer];
+      shares = [...sharesOf(-1).reverse(), this.share(column, -inner, inner), ...sharesOf(1)];
     }
-    let right = places.length; // of the middles around a place, the one above it
-    const at = (index) => places[index] ?? (index < 0 ? 2 * places[0] - places[1] : 2 * places.at(-1) - places.at(-2));
-    return Array.from({ length: rows }, (_, row) => {
-      const place = top - ((row + 0.5) / rows) * (top - bottom);
-      while (right > 0 && places[right - 1] > place) right--;
-      const [from, to] = [at(right - 1), at(right)];
-      const part = (place - from) / (to - from);
-      return part >= 0 && part <= 1 ? (1 - part) * (densities[right - 1] ?? 0) + part * (densities[right] ?? 0) : 0;
-    });
+    const middles = [edges[0], ...shares.map((_, bin) => (edges[bin] + edges[bin + 1]) / 2), edges.at(-1)];
+    const densities = [0, ...shares.map((share, bin) => share / (edges[bin + 1] - edges[bin])), 0];
+    return Array.from({ length: rows }, (_, row) => between(middles, densities, clamp(top - (row + 0.5) * height, edges[0], edges.at(-1))) || 0);
   }
 
   draw() {
@@ -194,7 +170,7 @@ class HistogramPicture extends Frame {
     context.font = CHART_FONT;
     context.fillStyle = colour("muted");
     context.textAlign = "center";
-    context.fillText("step " + this.last[column].toLocaleString("en-US"), start + across / 2, top - 6);
+    context.fillText(atStep(this.last[column]), start + across / 2, top - 6);
     context.fillText("share", start + across / 2, top + height + 14);
     context.strokeStyle = colour("grid");
     context.strokeRect(start - 0.5, top - 0.5, across + 1, height + 1);
@@ -228,11 +204,12 @@ class HistogramPicture extends Frame {
     const column = lastAtMost(this.last, step);
     const place = this.limits[1] - (y / height) * (this.limits[1] - this.limits[0]);
     const value = formatNumber(this.signed ? place : 10 ** place, 2);
-    const above = `${formatShare(1 - this.below(column, place))} of the elements ${this.signed ? "above" : "larger than"} ${value}`;
+    const below = this.signed ? this.upTo(column, place) : this.within(column, 10 ** place);
+    const above = `${formatShare(1 - below)} of the elements ${this.signed ? "above" : "larger than"} ${value}`;
     const lines = PERCENTILES.map(({ label }, index) => `${label} ${formatNumber(this.percentiles[index][column])}`);
     if (this.zeros(column)) lines.splice(3, 1, `${formatShare(this.zeros(column))} are 0`);
     else lines.pop();
-    return [this.source.labelOf(this.item), stepText(step), above, lines.join(", "), `from ${formatNumber(this.data.low[column])} to ${formatNumber(this.data.high[column])}`];
+    return [this.source.labelOf(this.item), stepText(step), above, lines.join(", "), `from ${formatNumber(this.columns[column].low)} to ${formatNumber(this.columns[column].high)}`];
   }
 
   nextRow(y, height, direction) {
