@@ -15,6 +15,8 @@ import numpy as np
 import wandb
 from offline import records
 
+from wandb_gradwatch._judgement.incident import Incident, Layer
+from wandb_gradwatch._judgement.verdict import verdict_of
 from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, bins_of
 from wandb_gradwatch._measure.probe_values import MetricHistogram
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
@@ -55,6 +57,31 @@ ALERTS = (
         265,
         "ERROR",
     ),
+)
+
+
+INCIDENTS = tuple(
+    Incident(
+        kind,
+        alert.title,
+        alert.level,
+        alert.step,
+        alert.step,
+        alert.step,
+        alert.text.partition("\n")[0],
+        recovered_step=270,
+        cause="learning_rate_too_high",
+        cause_text=cause,
+        remedy="lower the learning rate",
+        layers=(Layer(layer, 610.0, 1.0),),
+    )
+    for alert, kind, cause, layer in zip(
+        ALERTS,
+        ("exploding_gradient", "nan_gradient"),
+        ("the learning rate is too high", "the explosion 5 steps before"),
+        ("head.weight", "blocks.2.attn.qkv.weight"),
+        strict=True,
+    )
 )
 
 
@@ -204,6 +231,9 @@ def write_fake_run(
         run.log({"loss": 0.5 + 4 * float(np.exp(-snapshot.steps[-1] / 150))})
         if snapshot.steps[0] <= 265:
             recorder.add(snapshot)
+    told = [incident for incident, alert in zip(INCIDENTS, ALERTS, strict=True) if alert in alerts]
+    num_steps = 10 * num_flushes
+    sink.verdict(verdict_of(told, num_steps=num_steps, num_measured=num_steps))
     if with_table:
         columns, rows = recorder.table()
         run.log({"gradwatch/flight_recorder": wandb.Table(columns=columns, data=rows)})

@@ -25,13 +25,16 @@ from wandb_gradwatch import __version__
 from wandb_gradwatch import _cli as cli
 from wandb_gradwatch import _doctor as doctor
 from wandb_gradwatch._doctor import Check, OverheadMeasurement
+from wandb_gradwatch._judgement.incident import Incident
 from wandb_gradwatch._output import as_json, paragraph
 from wandb_gradwatch._page import commands, page, read
-from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
+from wandb_gradwatch._page.history import OwnSeries, RunHistory
 from wandb_gradwatch._report import report
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("demo", "view", "diff", "report", "workspace", "doctor")
+COMMANDS = ("demo", "view", "verdict", "diff", "report", "workspace", "doctor")
+
+SENTENCE = "broke at step 50: NaN gradient; seen until step 50; 2 of 51 steps measured"
 
 
 def make_history(*, finished: bool = True, rows: int = 2) -> RunHistory:
@@ -41,7 +44,7 @@ def make_history(*, finished: bool = True, rows: int = 2) -> RunHistory:
         steps=np.arange(1, rows + 1) * 50,
         values={"gradwatch/grad_norm": np.ones(rows), "grad_norm/head": np.ones(rows)},
         finished=finished,
-        alerts=(RecordedAlert("NaN gradient", "NaN at step 50", "ERROR", 50),),
+        incidents=(Incident("nan_gradient", "NaN gradient", "ERROR", 50, 50, 50, "a fact"),),
     )
 
 
@@ -177,18 +180,18 @@ def test_view_names_the_page_after_the_run(output: list[str], page: str, recorde
     result = run("view", "wandb/latest-run", *output)
     assert result.exit_code == 0
     assert Path(page).read_text() == "2"
-    assert result.stdout == f"{page}  2 rows, 1 name, 1 alert\n"
+    assert result.stdout == f"{page}  2 rows, 1 name, {SENTENCE}\n"
 
 
 def test_view_says_so_where_no_row_is_ours(recorded: list[RunHistory]) -> None:
-    recorded[:] = [replace(make_history(rows=0), num_rows=20, values={}, alerts=())]
+    recorded[:] = [replace(make_history(rows=0), num_rows=20, values={}, incidents=())]
     result = run("view", "wandb/latest-run")
     assert result.exit_code == 0
     assert result.stdout.startswith("The run has rows, but none of wandb_gradwatch: call watch(model)")
 
 
 def test_view_says_where_the_rows_of_a_killed_script_that_logged_nothing_are(recorded: list[RunHistory]) -> None:
-    recorded[:] = [replace(make_history(rows=0), num_rows=0, values={}, alerts=())]
+    recorded[:] = [replace(make_history(rows=0), num_rows=0, values={}, incidents=())]
     result = run("view", "wandb/latest-run")
     assert result.exit_code == 0
     assert "a process that is killed loses them" in " ".join(result.stdout.split())
@@ -205,7 +208,7 @@ def test_view_as_json_is_one_object(recorded: list[RunHistory]) -> None:
         "finished": True,
         "rows": 2,
         "names": ["head"],
-        "alerts": [{"title": "NaN gradient", "text": "NaN at step 50", "level": "ERROR", "step": 50}],
+        "verdict": make_history().verdict.to_dict(),
         "notes": [],
     }
 
@@ -215,8 +218,8 @@ def test_view_of_several_runs_is_one_page(recorded: list[RunHistory]) -> None:
     result = run("view", "one", "other")
     assert Path("gradwatch-abcd1234-b.html").read_text() == "2, beside 1"
     assert result.stdout.splitlines() == [
-        "abcd1234  2 rows, 1 name, 1 alert",
-        "b  3 rows, 1 name, 1 alert",
+        f"abcd1234  2 rows, 1 name, {SENTENCE}",
+        f"b  3 rows, 1 name, {SENTENCE.replace('2 of 51', '3 of 101')}",
         "gradwatch-abcd1234-b.html",
     ]
     runs = json.loads(run("view", "one", "other", "--json").stdout)["runs"]
@@ -243,7 +246,7 @@ def test_diff_says_where_runs_part_and_its_status_says_whether(recorded: list[Ru
     assert (parted.exit_code, late.exit_code) == (1, 2)
     assert [line.split("  ")[-1].strip() for line in parted.stdout.splitlines()] == [
         "A and B part at step 150: the gradient of head is 50 times as large in B.",
-        *["abcd1234: Broke at step 50: NaN gradient; usual again at the next measured step, 100"] * 2,
+        *["abcd1234: broke at step 50: NaN gradient; seen until step 50; 4 of 200 steps measured"] * 2,
         "1 layer, 4 windows, steps 50 to 200",
         "1 of 1",
         "to six digits up to step 100",
@@ -279,7 +282,7 @@ def test_view_watch_serves_the_page_until_the_run_has_finished_and_writes_it(
     result = run("view", str(growing), "--watch", "--open", "--output", "p.html")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{opened[0]}  follows the run on this machine alone")
-    assert result.stdout.splitlines()[1].endswith("3 rows, 0 alerts")
+    assert result.stdout.splitlines()[1].endswith("3 rows, no alert in 30 of 30 steps measured")
     assert "The file has no end record" in pages[0]
     assert "The file has no end record" not in Path("p.html").read_text(encoding="utf-8")
 
@@ -311,8 +314,8 @@ def test_report_and_workspace_print_the_url(
 ) -> None:
     calls: list[tuple[str | None, ...]] = []
 
-    def make(*target: str | None, alerts: object = ()) -> str:
-        assert alerts == ()  # there is no run with this id
+    def make(*target: str | None, incidents: object = ()) -> str:
+        assert incidents == ()  # there is no run with this id
         calls.append(target)
         return "https://host.example/made"
 

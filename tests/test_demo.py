@@ -43,9 +43,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path, 
 def test_the_accident_raises_an_alert_at_its_own_step(finished: tuple[int, str, Path, RunHistory]) -> None:
     status, _, _, history = finished
     assert status == 0
-    exploding = [alert for alert in history.alerts if alert.title == "Exploding gradient"]
+    exploding = [one for one in history.incidents if "exploding_gradient" in (one.kind, *one.kinds)]
     # The first step with the higher rate has an ordinary gradient; the ones after it have not.
-    assert any(alert.step in ACCIDENT and alert.step > ACCIDENT.start for alert in exploding)
+    assert any(one.first_step in ACCIDENT and one.first_step > ACCIDENT.start for one in exploding)
 
 
 def test_every_flush_is_a_row_and_every_parameter_has_its_series(finished: tuple[int, str, Path, RunHistory]) -> None:
@@ -61,8 +61,8 @@ def test_what_is_printed_is_what_is_in_the_file(finished: tuple[int, str, Path, 
     assert f"{STEPS // demo.LOG_EVERY} rows of gradients" in printed
     assert f"{sum(len(series.steps) for series in history.histograms.values())} histograms" in printed
     words = " ".join(printed.split())  # as if it were not wrapped
-    for alert in history.alerts:
-        assert f"{alert.title} {' '.join(alert.text.split())}" in words
+    for incident in history.incidents:
+        assert f"{incident.title} {' '.join(incident.text.split())}" in words
     assert "watcher.summary()" in printed
     assert f"Gradients of {len(history.names)} layers, steps 1 to {STEPS}" in words
     page = re.search(r"a page +(\S+)", printed)

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import wandb
-from fake_run import ALERTS, BROKEN, FROZEN, GPT_NAMES, fake_snapshots, write_fake_run
+from fake_run import BROKEN, FROZEN, GPT_NAMES, INCIDENTS, fake_snapshots, write_fake_run
 from hypothesis import given
 from hypothesis import strategies as st
 from wandb.proto.wandb_internal_pb2 import Record
@@ -28,6 +28,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from benchmarks.page import write_record
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._analysis.formatting import visible_text
+from wandb_gradwatch._judgement.incident import Incident
 from wandb_gradwatch._measure.columns import NUM_BINS, ZERO_BIN, Column, FloatArray, bins_of
 from wandb_gradwatch._measure.probe_values import MetricHistogram
 from wandb_gradwatch._page import packing, read
@@ -108,17 +109,21 @@ def test_a_value_that_was_not_logged_is_missing_and_never_zero(history: RunHisto
     assert (frozen[9:] > 0).all()
 
 
-def test_alerts_stand_at_the_step_that_their_text_names(history: RunHistory) -> None:
-    assert [(alert.title, alert.step, alert.level) for alert in history.alerts] == [
-        (alert.title, alert.step, alert.level) for alert in ALERTS
+def test_the_page_has_the_verdict_and_the_incidents(history: RunHistory) -> None:
+    assert history.incidents == INCIDENTS
+    content = build_payload(history)[0]
+    assert content["verdict"] == {"status": "error", "sentence": history.verdict.sentence}
+    assert [Incident.from_dict(one["told"]) for one in content["incidents"]] == list(INCIDENTS)
+    assert [(one["headline"], one["text"]) for one in content["incidents"]] == [
+        (one.headline, one.text) for one in INCIDENTS
     ]
 
 
-def test_an_alert_without_a_step_stands_at_the_last_row_before_it() -> None:
+def test_an_alert_stands_at_the_last_row_before_it() -> None:
     reading = RunReader(Path("run-x.wandb"))
     reading.take_alert("early", "before any row", "INFO")
     reading.take_row({"gradwatch/step": 70, "gradwatch/grad_norm": 1.0})
-    reading.take_alert("mine", "a footstep 12, no number of ours", "WARN")
+    reading.take_alert("mine", "of step 12, says its text", "WARN")
     assert [alert.step for alert in reading.history().alerts] == [None, 70]
 
 

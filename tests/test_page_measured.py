@@ -22,7 +22,6 @@ from wandb_gradwatch._page.history import OwnSeries, RecordedTable, RunHistory, 
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.payload import build_payload
 from wandb_gradwatch._page.read import RunReader, read_finished_run
-from wandb_gradwatch._page.verdict import judge
 from wandb_gradwatch.sinks._history_row import HistoryRow
 from wandb_gradwatch.snapshot import Snapshot, keys
 
@@ -133,20 +132,12 @@ def test_a_first_sample_that_cannot_be_is_not_believed(first: float) -> None:
 
 def test_the_sentence_counts_the_steps_that_were_measured() -> None:
     history = read(calm(1, 2, 3), calm(100))
-    assert judge(history).text == "No alert in 4 of 100 steps measured"
+    assert history.verdict.sentence == "no alert in 4 of 100 steps measured"
     # The user's own loss goes on to step 400, of which the gradients know nothing.
     loss = OwnSeries(np.arange(1.0, 401), np.ones(400))
-    assert judge(replace(history, own={"loss": loss})).text == "No alert in 4 of 400 steps measured"
-    assert judge(replace(history, finished=False)).text == "No alert so far in 4 of 100 steps measured"
-
-
-def test_what_begins_after_unmeasured_steps_may_have_begun_in_them() -> None:
-    spike = replace(window(*[{"a": [1.0]}] * 5, {"a": [NAN]}, {"a": [1.0]}), steps=np.array([1, 2, 3, 4, 64, 132, 170]))
-    text = judge(read(spike)).text
-    assert text == (
-        "NaN or Inf from step 132 or in steps 65 to 131, which were not measured; "
-        "usual again at the next measured step, 170"
-    )
+    assert replace(history, own={"loss": loss}).verdict.sentence == "no alert in 4 of 400 steps measured"
+    crashed = replace(history, exit_code=1).verdict.sentence
+    assert crashed == "no alert in 4 of 100 steps measured; the process ended with exit code 1"
 
 
 def test_a_count_of_the_window_is_that_of_the_samples_that_have_any() -> None:

@@ -106,9 +106,9 @@ def test_the_rules_of_ones_own_speak(title: str, words: str, readers_names: dict
     (watcher,) = wandb_gradwatch._watcher.WATCHERS
     train(readers_names)
     watcher.flush()
-    (alert,) = [alert for alert in watcher.summary().alerts if alert.title == title]
-    assert alert.level == "WARN"
-    assert words in alert.text
+    (incident,) = [incident for incident in watcher.verdict().incidents if incident.title == title]
+    assert incident.level == "WARN"
+    assert words in incident.message
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from grad_samples import of_norms, sample_of
 
+from wandb_gradwatch._judgement.incident import Incident
 from wandb_gradwatch._pipeline.recorder import MAX_NOTE_CHARACTERS, FlightRecorder
 from wandb_gradwatch._pipeline.recording import load_recording
 from wandb_gradwatch.rules import Alert
@@ -73,12 +74,14 @@ def test_a_file_gives_back_every_bit_the_notes_and_the_alerts(tmp_path):
     recorder.note(8, batch=12, file="shard-3", weights=[1, 2])
     recorder.note(8, lr=0.1)
     recorder.alert(Alert("NaN gradient", "text — with a dash", 7, "ERROR"))
+    recorder.incidents = (Incident("nan_gradient", "NaN gradient", "ERROR", 7, 7, 8, "a fact", recovered_step=8),)
     path = recorder.write(tmp_path / "run" / "flight")
     assert path == tmp_path / "run" / "flight.npz"
     recording = load_recording(path)
     assert same(recording.snapshot, recorder.history())
     assert recording.notes == {8: {"batch": 12, "file": "shard-3", "weights": "[1, 2]", "lr": 0.1}}
     assert recording.alerts == [Alert("NaN gradient", "text — with a dash", 7, "ERROR")]
+    assert recording.incidents == recorder.incidents
     assert os.listdir(path.parent) == ["flight.npz"]  # no temporary file is left
 
 

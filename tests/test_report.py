@@ -17,7 +17,8 @@ from fake_run import write_fake_run
 from loopback import ENTITY, PROJECT, LoopbackServer
 
 from wandb_gradwatch._cli import main
-from wandb_gradwatch._page.history import RecordedAlert, RunHistory
+from wandb_gradwatch._judgement.incident import Incident
+from wandb_gradwatch._page.history import RunHistory
 from wandb_gradwatch._page.page import WORDS
 from wandb_gradwatch._page.read import read_run
 from wandb_gradwatch._report.report import (
@@ -143,8 +144,8 @@ def test_a_report_about_one_run_shows_that_run_and_the_other_all_of_them() -> No
 
 
 def test_alerts_are_plain_text_with_their_step() -> None:
-    alerts = (RecordedAlert("NaN gradient", "**blocks.2** <b>is NaN</b>", "ERROR", 265),) * 60
-    blocks = build_report("someone", "loopback", alerts=alerts).blocks
+    told = Incident("nan_gradient", "NaN gradient", "ERROR", 265, 265, 265, "**blocks.2** <b>is NaN</b>")
+    blocks = build_report("someone", "loopback", incidents=(told,) * 60).blocks
     assert reports.H3("ERROR: NaN gradient · step 265") in blocks
     assert blocks.count(reports.P("**blocks.2** <b>is NaN</b>")) == 50  # a paragraph, whose text W&B shows literally
     assert reports.P("and 10 more.") in blocks
@@ -187,7 +188,9 @@ def test_a_preview_has_every_block_of_the_report_and_the_lines_of_its_panels(
     texts = [block["text"] for block in told["blocks"] if block["kind"] == "H2"]
     assert texts[0] == "Alerts"
     assert texts[1 : len(SECTIONS) + 1] == TITLES
-    assert [block["text"] for block in told["blocks"] if block["kind"] == "P"] == [one.text for one in history.alerts]
+    assert [block["text"] for block in told["blocks"] if block["kind"] == "P"] == [
+        one.text for one in history.incidents
+    ]
     panels = [panel for block in told["blocks"] if block["kind"] == "PanelGrid" for panel in block["panels"]]
     assert [panel["title"] for panel in panels[: len(PANELS)]] == [panel.title for panel in PANELS]
     drawn = {panel["title"]: [line["label"] for line in panel["lines"]] for panel in panels}
@@ -305,7 +308,10 @@ def test_a_saved_report_loads_back_with_all_its_panels(server: LoopbackServer) -
 def test_saving_a_report_twice_updates_it(server: LoopbackServer) -> None:
     views = Views(server)
     first = create_report(ENTITY, PROJECT)
-    assert create_report(ENTITY, PROJECT, alerts=[RecordedAlert("NaN gradient", "now", "ERROR", 7)]) == first
+    assert (
+        create_report(ENTITY, PROJECT, incidents=[Incident("nan_gradient", "NaN gradient", "ERROR", 7, 7, 7, "now")])
+        == first
+    )
     assert len(views.of_type("runs")) == 1
     assert "NaN gradient · step 7" in views.of_type("runs")[0]["spec"]
     # Another run has another report.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gradients import step
-from offline import records
+from offline import history, records
 from wandb.proto.wandb_internal_pb2 import Record
 
 import wandb_gradwatch
@@ -17,7 +17,7 @@ from wandb_gradwatch import WandbSink
 from wandb_gradwatch._judgement.incident import Incident, Layer
 from wandb_gradwatch._judgement.verdict import MAX_INCIDENTS, incidents_within
 from wandb_gradwatch._page.read import MAX_INCIDENTS_TEXT, RunReader, read_finished_run
-from wandb_gradwatch.rules import default_rules
+from wandb_gradwatch.rules import NaNGradient, default_rules
 
 CALM, BAD = [1.0] * 300, [math.nan] * 300  # more than 256 elements: smaller models may begin anywhere
 
@@ -45,12 +45,12 @@ def test_an_incident_is_in_the_runs_file_with_its_end(watched: Any, offline_run:
     assert "gradwatch/incidents" in dict(offline_run.summary)
     watcher.remove()
     offline_run.finish()
-    history = read_finished_run(Path(offline_run.dir).parent)
-    (incident,) = history.incidents
+    of_run = read_finished_run(Path(offline_run.dir).parent)
+    (incident,) = of_run.incidents
     assert (incident.kind, incident.level, incident.first_step) == ("nan_gradient", "ERROR", 31)
     assert incident.recovered_step is not None
-    assert (history.verdict.status, history.verdict.num_steps, history.verdict.num_measured) == ("error", 61, 61)
-    assert summary_of(offline_run)["gradwatch/verdict"] == history.verdict.sentence
+    assert (of_run.verdict.status, of_run.verdict.num_steps, of_run.verdict.num_measured) == ("error", 61, 61)
+    assert summary_of(offline_run)["gradwatch/verdict"] == of_run.verdict.sentence
 
 
 def test_a_calm_run_has_a_verdict_at_its_end_and_no_incidents(watched: Any, offline_run: Any) -> None:
@@ -81,6 +81,22 @@ def test_a_callback_that_ends_the_process_finds_the_incident_told(watched: Any, 
         on_alert=lambda _: told.append(offline_run.summary["gradwatch/incidents"]),
     )
     assert [one["first_step"] for one in json.loads(told[0])] == [31]
+
+
+def test_the_row_of_a_window_has_the_worst_level_of_its_alerts(watched: Any, offline_run: Any) -> None:
+    def warns_at_2(snapshot: Any) -> str | None:
+        return "odd" if 2 in snapshot.steps else None
+
+    model, optimizer, _ = watched(
+        {"a": 300}, rules=[warns_at_2, NaNGradient()], sinks=[WandbSink(offline_run)], log_every=2
+    )
+    for values in (CALM, CALM, BAD, CALM, CALM, CALM, CALM, CALM):
+        step(model, optimizer, a=values)
+        offline_run.log({"loss": 1.0})
+    offline_run.finish()
+    rows = [row for row in history(offline_run) if "gradwatch/grad_norm" in row]
+    levels = {row["gradwatch/step"]: row["gradwatch/alert_level"] for row in rows}
+    assert {step: level for step, level in levels.items() if step % 2 == 0} == {2: 2, 4: 3, 6: 0, 8: 0}
 
 
 def incident(number: int = 1, **more: Any) -> Incident:
@@ -162,6 +178,6 @@ def test_what_a_stranger_writes_in_place_of_incidents_is_left_out_with_a_note(te
     reader = RunReader(Path("run-x.wandb"))
     reader.take_summary(summary(json.dumps(json.dumps([incident(7).to_dict()])), nested=nested).summary)
     reader.take_summary(summary(text, nested=nested).summary)
-    history = reader.history()
-    assert [one.first_step for one in history.incidents] == [7]
-    assert any("cannot be read" in note and "gradwatch/incidents" in note for note in history.notes)
+    of_run = reader.history()
+    assert [one.first_step for one in of_run.incidents] == [7]
+    assert any("cannot be read" in note and "gradwatch/incidents" in note for note in of_run.notes)

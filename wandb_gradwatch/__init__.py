@@ -4,6 +4,8 @@ wandb_gradwatch.watch(model)
 """
 
 from ._guard.guard import SkipGuard
+from ._judgement.incident import Incident
+from ._judgement.verdict import Verdict
 from ._nonfinite.search import find_nonfinite, trace_nonfinite
 from ._nonfinite.trace import Finding
 from ._pipeline.recording import Recording, load_recording
@@ -19,12 +21,14 @@ __all__ = [
     "Alert",
     "ConsoleSink",
     "Finding",
+    "Incident",
     "MemorySink",
     "Recording",
     "Rule",
     "Sink",
     "SkipGuard",
     "Snapshot",
+    "Verdict",
     "WandbSink",
     "Watcher",
     "WebhookSink",

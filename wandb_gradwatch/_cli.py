@@ -1,8 +1,8 @@
-"""The command line: wandb-gradwatch demo | view | diff | report | workspace | doctor.
+"""The command line: wandb-gradwatch demo | view | verdict | diff | report | workspace | doctor.
 
-Exit status: 0 success, 1 a problem was found or occurred (reported in one line), 2 wrong usage, 130 Ctrl-C; `diff` has
-its own. Each command imports what it needs when it runs, so that `--help` is quick and an extra is only needed by the
-commands that use it.
+Exit status: 0 success, 1 a problem was found or occurred (reported in one line), 2 wrong usage, 130 Ctrl-C; `diff` and
+`verdict` have their own. Each command imports what it needs when it runs, so that `--help` is quick and an extra is
+only needed by the commands that use it.
 """
 
 import os
@@ -18,6 +18,7 @@ import click
 
 from . import __version__
 from ._analysis.formatting import visible_text
+from ._judgement.verdict import EXIT_STATUS
 from ._output import as_json, say
 
 PROGRAM: Final = "wandb-gradwatch"
@@ -129,6 +130,45 @@ def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool,
     run_view([path, *others], output, opens=opens, watches=watches, json=json)
 
 
+class _NoVerdict(click.ClickException):
+    exit_code = EXIT_STATUS["unknown"]
+
+
+class _VerdictCommand(click.Command):
+    """Wrong usage and failures have status 3, because 1 and 2 say something of the run."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise _NoVerdict(error.format_message()) from error
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            if context.find_root().params["debug"]:
+                raise
+            raise _NoVerdict(visible_text(f"{type(error).__name__}: {error}")) from error
+
+
+@main.command(cls=_VerdictCommand, epilog=_examples("verdict", "wandb/latest-run", "wandb/latest-run --json"))
+@click.argument("run", type=_PATH)
+@_json
+def verdict(run: Path, json: bool) -> int:
+    """Report what is known of a run on this machine, finished or still running.
+
+    RUN is a run's directory, its .wandb file, or wandb/.
+
+    Exit status: 0 no alert above INFO, 1 a WARN, 2 an ERROR, 3 nothing was measured or the run cannot be read.
+    """
+    from ._page.commands import run_verdict
+
+    return run_verdict(run, json=json)
+
+
 @main.command(epilog=_examples("diff", "wandb/offline-run-20250101_120000-abcd1234 wandb/latest-run"))
 @click.argument("first", type=_PATH, metavar="RUN_A")
 @click.argument("second", type=_PATH, metavar="RUN_B")
@@ -146,7 +186,7 @@ def diff(first: Path, second: Path, json: bool) -> int:
 def _previewed(command: Callable[..., str]) -> Any:
     """Add the options of a command that can write a preview, and print the URL that the command returns."""
 
-    source = "The run's files on this machine, whose alerts go into the report.  [default: wandb/*-RUN here]"
+    source = "The run's files on this machine, whose incidents go into the report.  [default: wandb/*-RUN here]"
 
     @click.option("--from", "path", type=_PATH, metavar="PATH", help=source)
     @click.option("--dry-run", "previews", is_flag=True, help="Write a preview page; send nothing.")
@@ -173,14 +213,14 @@ def _previewed(command: Callable[..., str]) -> Any:
 def report(target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None) -> str:
     """Create a W&B report about the gradients of a project or of one run. Running it again updates the report.
 
-    W&B reports cannot show alerts, so the alerts are copied from the run's files on this machine.
+    W&B reports cannot show alerts, so the incidents are copied from the run's files on this machine.
     """
     from ._report.report import create_report, run_on_disk, write_preview
 
     history = run_on_disk(target[2], path)
     if previews:
         return write_preview(*target, history=history, output=output).as_uri()
-    return create_report(*target, alerts=() if history is None else history.alerts)
+    return create_report(*target, incidents=() if history is None else history.incidents)
 
 
 @main.command(

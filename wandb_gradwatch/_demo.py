@@ -111,7 +111,7 @@ def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) 
     _say_where_to_look(run_folder, page, online)
     if num_done < steps:
         return 130
-    return 0 if len(history.steps) and history.alerts else 1
+    return 0 if len(history.steps) and history.incidents else 1
 
 
 def _train(output: Path, steps: int, online: bool) -> tuple[Path, int, Summary]:
@@ -187,11 +187,11 @@ def _say_what_was_logged(summary: Summary, history: RunHistory) -> None:
     title("watcher.summary()")
     for line in str(summary).splitlines():
         say(f"  {line}".rstrip())
-    if history.alerts:
-        title("Alerts in the run (W&B passes them on to Slack or e-mail)")
-        for alert in history.alerts:
-            say("  ", alert_title(alert.title, alert.level))
-            paragraph(alert.text, indent=4)
+    if history.incidents:
+        title("Incidents of the run (W&B passes their alerts on to Slack or e-mail)")
+        for incident in history.incidents:
+            say("  ", alert_title(incident.title, incident.level))
+            paragraph(incident.text, indent=4)
 
 
 def _say_where_to_look(run_folder: Path, page: Path, online: bool) -> None:

@@ -212,6 +212,7 @@ class Watcher:
             The written files; `wandb_gradwatch.load_recording` reads them.
         """
         self._collect()
+        self._rule_runner.tell_verdict()
         return self._dispatcher.record(path, table=path is None)
 
     @alone()

@@ -1,4 +1,4 @@
-"""The commands `view` (the page of a run, once or updated while it runs) and `diff` (where two runs differ)."""
+"""The commands about runs on this machine: `view` (the page), `diff` (where two runs differ) and `verdict`."""
 
 import sys
 import time
@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, Final
 
-from .._analysis.formatting import listing, number
-from .._output import Styled, as_json, pairs, paragraph, say, styled
+from .._analysis.formatting import listing, number, visible_text
+from .._judgement.incident import LEVELS
+from .._judgement.verdict import Verdict
+from .._output import Styled, alert_title, as_json, pairs, paragraph, say, styled
 from . import page, read
 from .compare import Comparison, compare, differing_settings, sentence
 from .history import RunHistory
@@ -16,6 +18,9 @@ from .payload import own_role
 from .serve import PageServer
 
 POLL_SECONDS: Final = 3.0  # between two reads of the file; at least four times as long as a read takes
+MAX_VERDICT_BYTES: Final = 2_600  # of the incidents in JSON: with the rest of the verdict about 1,000 tokens
+MAX_IN_FULL: Final = 3  # incidents of which `verdict` prints the message
+MAX_NAMED: Final = 8  # incidents of which `verdict` prints at least a line
 LAST_LOOK_SECONDS: Final = 15.0  # after the run's end, for open pages to fetch the last rows
 
 
@@ -56,8 +61,7 @@ def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, e
             started = time.monotonic()
             if reader.read_on():
                 server.update(history := reader.history())
-                rows_and_alerts = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
-                say(f"{time.strftime('%H:%M:%S')}  {rows_and_alerts}", err=err)
+                say(f"{time.strftime('%H:%M:%S')}  {_many(history.steps, 'row')}, {history.verdict}", err=err)
             pause = max(POLL_SECONDS, 4 * (time.monotonic() - started))
         deadline = time.monotonic() + LAST_LOOK_SECONDS
         while 0 <= server.fetched < server.version and time.monotonic() < deadline:
@@ -94,8 +98,7 @@ def _notes(history: RunHistory) -> Iterator[str]:
 def _say_contents(histories: Sequence[RunHistory], written: Path) -> None:
     for history in histories:
         found = styled(f"{_many(history.steps, 'row')}, {_many(history.names, 'name')}, ", dim=True)
-        alerts = styled(_many(history.alerts, "alert"), fg="yellow" if history.alerts else None)
-        say(str(written) if len(histories) == 1 else history.run_id, "  ", found, alerts)
+        say(str(written) if len(histories) == 1 else history.run_id, "  ", found, _coloured(history.verdict))
     if len(histories) > 1:
         say(str(written))
 
@@ -106,9 +109,51 @@ def _facts(history: RunHistory) -> dict[str, object]:
         "finished": history.finished,
         "rows": len(history.steps),
         "names": history.names,
-        "alerts": [vars(alert) for alert in history.alerts],
+        "verdict": history.verdict.to_dict(),
         "notes": list(history.notes),
     }
+
+
+def _coloured(verdict: Verdict, *, bold: bool = False) -> Styled:
+    return styled(verdict.sentence, fg={"warn": "yellow", "error": "red"}.get(verdict.status), bold=bold)
+
+
+def run_verdict(path: Path, *, json: bool) -> int:
+    """Print what is known of a run on one screen, or as one JSON object of about 1,000 tokens at most.
+
+    Returns:
+        The exit status: 0 no alert above INFO, 1 a WARN, 2 an ERROR, 3 nothing was measured, or the run cannot be read.
+    """
+    try:
+        history = read.read_run(path)
+    except (ValueError, OSError) as error:
+        verdict = Verdict("unknown", visible_text(str(error)), num_steps=0, num_measured=0)
+        say(f"Error: {error}", err=True)
+    else:
+        verdict = history.verdict
+        for note in _notes(history):
+            paragraph(note, indent=0, err=True)
+        if not json:
+            _say_verdict(verdict)
+    if json:
+        as_json(verdict.to_dict(max_bytes=MAX_VERDICT_BYTES))
+    return verdict.exit_status
+
+
+def _say_verdict(verdict: Verdict) -> None:
+    say(_coloured(verdict, bold=True), ".")
+    by_level = sorted(verdict.incidents, key=lambda one: -LEVELS.index(one.level))
+    for incident in by_level[:MAX_IN_FULL]:
+        say()
+        say("  ", alert_title(incident.title, incident.level))
+        paragraph(incident.message, indent=4)
+    for incident in by_level[MAX_IN_FULL:MAX_NAMED]:
+        say()
+        say("  ", alert_title(incident.title, incident.level))
+        paragraph(incident.headline, indent=4)
+    if more := by_level[MAX_NAMED:]:
+        say()
+        say(f"  and {len(more)} more")
 
 
 def _many(things: Sized, noun: str) -> str:
@@ -125,12 +170,12 @@ def run_diff(first: Path, second: Path, *, json: bool) -> int:
         return 2
     settings, parting = differing_settings(runs[0].config, runs[1].config), found.parting
     if json:
-        told = zip(runs, found.verdicts, strict=True)
+        of_runs = zip(runs, found.verdicts, strict=True)
         as_json(
             {
                 "alike": found.alike,
                 "sentence": sentence(found),
-                "runs": [{"run": run.run_id, "name": run.name, "verdict": one.sentence} for run, one in told],
+                "runs": [{"run": run.run_id, "name": run.name, "verdict": told.to_dict()} for run, told in of_runs],
                 "step": None if parting is None else parting.step,
                 "layer": None if parting is None else parting.name,
                 "layers_that_part": 0 if parting is None else parting.num_layers,
@@ -150,7 +195,7 @@ def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> Iter
     """Yield the labels and texts that `diff` prints below its sentence."""
     last = int(found.steps[-1])
     for letter, run, verdict in zip("AB", runs, found.verdicts, strict=True):
-        yield letter, f"{run.name or run.run_id}: {verdict.sentence}"
+        yield letter, f"{run.name or run.run_id}: {verdict}"
     windows = f"{_many(found.names, 'layer')}, {_many(found.steps, 'window')}"
     yield "compared", f"{windows}, steps {found.steps[0]} to {last}"
     if found.parting is not None:

@@ -140,23 +140,13 @@ def _windows_of(history: RunHistory, names: list[str], steps: IntArray) -> Float
     keys_of = (keys.LAYER_GRAD_NORM_MAX, keys.LAYER_GRAD_NORM)
     norms = np.stack([history.first_of(*(f"{key}/{name}" for key in keys_of)) for name in names])
     counts = np.stack([history.first_of(f"{keys.LAYER_NUM_NONFINITE}/{name}") for name in names])
-    norms[(counts > 0) & _nonfinite_rows(history)] = np.inf
+    norms[(counts > 0) & history.nonfinite_rows] = np.inf
     # Rows after the last window are left out; rows before the first one are merged into it.
     window_of = np.searchsorted(steps, history.steps[history.steps <= steps[-1]])
     known, starts = np.unique(window_of, return_index=True)
     windows = np.full((len(names), len(steps)), np.nan)
     windows[:, known] = np.fmax.reduceat(norms[:, : len(window_of)], starts, axis=1)
     return windows
-
-
-def _nonfinite_rows(history: RunHistory) -> npt.NDArray[np.bool_]:
-    """Return a mask of rows with NaN or Inf in gradients: [R].
-
-    A loss scaler overflows and skips steps by design, so rows with skipped steps do not count.
-    """
-    counts = (history.first_of(key) for key in (keys.NUM_NAN, keys.NUM_INF, keys.NUM_SKIPPED_STEPS))
-    nan, inf, skipped = map(np.nan_to_num, counts)
-    return np.asarray((nan + inf > 0) & (skipped == 0))
 
 
 def _parting(names: list[str], steps: IntArray, norms: tuple[FloatArray, FloatArray]) -> Parting | None:

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from .._judgement.incident import Incident
 from .._judgement.verdict import Verdict, verdict_of
@@ -24,7 +24,10 @@ LAYER_NAMES: Final = "gradwatch.names"  # the key of the run's configuration
 
 @dataclass(frozen=True)
 class RecordedAlert:
-    """An alert of the run. `step` is None if neither its text nor an earlier row has a step."""
+    """An alert of the run, of this package or of the user's script.
+
+    `step` is that of the last row before it; None if there is none.
+    """
 
     title: str
     text: str
@@ -67,7 +70,7 @@ class HistogramSeries:
     steps: IntArray  # [H]
     low: FloatArray  # [H] the smallest element; NaN if unknown
     high: FloatArray  # [H] the largest element; NaN if unknown
-    counts: npt.NDArray[np.float32]  # [H, B] number of elements in each bin
+    counts: NDArray[np.float32]  # [H, B] number of elements in each bin
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +148,20 @@ class RunHistory:
     @cached_property
     def verdict(self) -> Verdict:
         """What the incidents and the number of measured steps, as far as they are in the file, say of the run."""
-        return verdict_of(self.incidents, num_steps=self.num_steps, num_measured=self.num_measured)
+        verdict = verdict_of(self.incidents, num_steps=self.num_steps, num_measured=self.num_measured)
+        if not self.exit_code:
+            return verdict
+        return replace(verdict, sentence=f"{verdict.sentence}; the process ended with exit code {self.exit_code}")
+
+    @property
+    def nonfinite_rows(self) -> NDArray[np.bool_]:
+        """A mask of rows with NaN or Inf in gradients: [R].
+
+        A loss scaler overflows and skips steps by design, so rows with skipped steps do not count.
+        """
+        counts = (self.first_of(key) for key in (keys.NUM_NAN, keys.NUM_INF, keys.NUM_SKIPPED_STEPS))
+        nan, inf, skipped = map(np.nan_to_num, counts)
+        return np.asarray((nan + inf > 0) & (skipped == 0))
 
     @cached_property
     def recorded_steps(self) -> list[int]:

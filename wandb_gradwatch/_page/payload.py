@@ -1,4 +1,8 @@
-"""Builds the content of a run's page: small data as JSON, names x steps matrices as packed bytes."""
+"""Builds the content of a run's page: small data as JSON, names x steps matrices as packed bytes.
+
+`verdict` has the status and the sentence. `incidents` are in the order in which they were found: the `headline` and the
+full `text` of each, and `told`, which is Incident.to_dict().
+"""
 
 import math
 import re
@@ -92,7 +96,6 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "project": history.project,
         "startedAt": history.started_at,
         "finished": history.finished,
-        "exitCode": history.exit_code,
         "file": history.path.name,
         "numRows": history.num_rows,
         "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,

@@ -6,7 +6,6 @@ each with a checksum, a length, and whether it begins or ends the record. A reco
 
 import json
 import os
-import re
 import struct
 import time
 import zlib
@@ -34,7 +33,6 @@ MAX_STEP: Final = 2**53  # larger ones have no exact float64
 MAX_KEYS: Final = 100_000  # of numbers, and of one row
 MAX_INCIDENTS_TEXT: Final = 100_000  # characters of the summary's incidents; the sink writes at most a fifth
 _UNREADABLE: Final = (ValueError, TypeError, RecursionError)
-_STEP_IN_TEXT: Final = re.compile(r"\bstep[ =]+(\d{1,18})\b", re.IGNORECASE)
 
 
 def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> RunHistory:
@@ -267,10 +265,8 @@ class RunReader:
         self._first_left_out = self._first_left_out or key
 
     def take_alert(self, title: str, text: str, level: str) -> None:
-        """Add an alert. Its record has no step and no time; the package's own alerts name their step in the text."""
-        match = _STEP_IN_TEXT.search(text)
-        step = int(match[1]) if match else self._last_step
-        self._alerts.append(RecordedAlert(title, text, level or "INFO", step))
+        """Add an alert, whose record has no step and no time."""
+        self._alerts.append(RecordedAlert(title, text, level or "INFO", self._last_step))
 
     def history(self) -> RunHistory:
         """Return everything that has been read so far."""

@@ -84,7 +84,8 @@ class Dispatcher:
         self._call_sinks("write", snapshot)
 
     def tell(self, verdict: Verdict) -> None:
-        """Send what is known of the run to all sinks."""
+        """Send what is known of the run to the recorder and all sinks."""
+        self.recorder.incidents = verdict.incidents
         self._call_sinks("verdict", verdict)
 
     def send(self, alert: Alert, verdict: Verdict) -> None:

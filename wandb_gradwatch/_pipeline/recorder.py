@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from .._interruptions import raise_interruption
+from .._judgement.incident import Incident
 from .._measure.columns import NUM_BINS, Column, IntArray
 from ..rules import Alert
 from ..snapshot import Snapshot
@@ -26,7 +27,7 @@ TABLE_COLUMNS: Final = (
     *("step", "name", "grad_norm", "grad_norm_clipped", "grad_abs_max", "param_norm", "dead_ratio"),
     *("num_nan", "num_inf", "loss_scale", "skipped"),
 )
-FORMAT: Final = 1  # of the file, which recording.py reads
+FORMAT: Final = 2  # of the file, which recording.py reads
 ARRAYS: Final = ("steps", "rows", "loss_scale", "skipped", "trainable")  # arrays that are saved in the file
 _KEPT: Final = (*ARRAYS, "names", "metrics", "overhead_ratio")
 
@@ -47,6 +48,7 @@ class FlightRecorder:
         self._newest_histogram: tuple[tuple[str, ...], IntArray, tuple[int, ...]] | None = None  # names, counts, steps
         self._notes: dict[int, Note] = {}
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
+        self.incidents: tuple[Incident, ...] = ()  # all of the run, as they are known now
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep these samples, whose arrays must not change later; drop the oldest beyond `max_samples`."""
@@ -132,7 +134,12 @@ class FlightRecorder:
     def _arrays(self) -> dict[str, Any]:
         history = self.history()
         notes = [[step, note] for step, note in self._notes.items()]
-        words = {"format": FORMAT, "notes": notes, "alerts": [_told(alert) for alert in self._alerts]}
+        words = {
+            "format": FORMAT,
+            "notes": notes,
+            "alerts": [_told(alert) for alert in self._alerts],
+            "incidents": [incident.to_dict() for incident in self.incidents],
+        }
         arrays: dict[str, Any] = {"words": np.array(json.dumps(words))}
         if history is not None:
             arrays |= {name: getattr(history, name) for name in ARRAYS}

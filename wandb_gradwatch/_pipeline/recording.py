@@ -27,11 +27,19 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Recording:
-    """The contents of a flight recorder's file: samples (None if there are none), notes by step, and alerts."""
+    """The contents of a flight recorder's file.
+
+    Args:
+        snapshot: the samples; None if there are none.
+        notes: by step.
+        alerts: the newest ones, oldest first.
+        incidents: all of the run, as they were known when the file was written.
+    """
 
     snapshot: Snapshot | None
     notes: dict[int, Note]
     alerts: list[Alert]
+    incidents: tuple[Incident, ...]
 
 
 def load_recording(path: str | os.PathLike[str]) -> Recording:
@@ -69,7 +77,8 @@ def _recording(file: zipfile.ZipFile) -> Recording:
             metrics={key.removeprefix("metric/"): arrays[key] for key in arrays if key.startswith("metric/")},
         )
     notes = {_is(int, step, "notes"): _note(note) for step, note in _pairs(words, "notes")}
-    return Recording(snapshot, notes, [_alert(alert) for alert in _is(list, words.get("alerts"), "alerts")])
+    alerts, incidents = (_is(list, words.get(key), key) for key in ("alerts", "incidents"))
+    return Recording(snapshot, notes, list(map(_alert, alerts)), tuple(map(Incident.from_dict, incidents)))
 
 
 def _header(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[_Shape, np.dtype[Any]]:

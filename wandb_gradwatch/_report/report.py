@@ -13,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from .._diagnosis import CAUSES
-from .._page.history import RecordedAlert, RunHistory, natural_order
+from .._judgement.incident import Incident
+from .._page.history import RunHistory, natural_order
 from .._page.packing import Blob, pool, pool_extremes, pool_width
 from .._page.page import WORDS, page_in, render_content, write_html
 from .._page.payload import MAX_POINTS, build_payload
@@ -24,7 +25,7 @@ from .template import SECTIONS, markdown_words, no_project, require_workspaces, 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
 DESCRIPTION: Final = "What the gradients of every layer did, and what to do about it. Written by wandb_gradwatch."
-_MAX_ALERTS: Final = 50
+_MAX_INCIDENTS: Final = 50
 
 # A chart preset cannot be changed under its name, so a changed chart needs a new name.
 CHART_NAME: Final = "gradwatch-flow-1"
@@ -39,12 +40,12 @@ _VIEW_ID: Final = f"gw{hashlib.sha256(VIEW_NAME.encode()).hexdigest()[:9]}"
 MAX_LINES: Final = 24  # per panel of a preview
 
 
-def create_report(entity: str, project: str, run: str | None = None, *, alerts: Sequence[RecordedAlert] = ()) -> str:
+def create_report(entity: str, project: str, run: str | None = None, *, incidents: Sequence[Incident] = ()) -> str:
     """Create a report, or update the one with the same title that was changed last, and return its URL.
 
     Args:
         run: the id of one run; None shows the project's runs side by side.
-        alerts: copied into the report, because W&B reports cannot show alerts.
+        incidents: copied into the report, because W&B reports cannot show alerts.
 
     Raises:
         ImportError: wandb-workspaces is not installed.
@@ -57,7 +58,7 @@ def create_report(entity: str, project: str, run: str | None = None, *, alerts: 
             found = [report for report in api.reports(f"{entity}/{project}") if report.display_name == _title(run)]
         except ValueError as error:
             raise no_project(entity, project) from error
-        report = build_report(entity, project, run, alerts=alerts, flow_chart=ensure_flow_chart(api, entity))
+        report = build_report(entity, project, run, incidents=incidents, flow_chart=ensure_flow_chart(api, entity))
         if found:
             report.id = str(max(found, key=lambda report: str(report.updated_at)).id)
         return str(report.save().url)
@@ -68,7 +69,7 @@ def build_report(
     project: str,
     run: str | None = None,
     *,
-    alerts: Sequence[RecordedAlert] = (),
+    incidents: Sequence[Incident] = (),
     flow_chart: str | None = None,
 ) -> Any:
     """Build the report as an unsaved object of wandb-workspaces; `flow_chart` is a preset's id. Uses no network."""
@@ -78,7 +79,7 @@ def build_report(
         "finite elements, unscaled and before clipping unless a title says otherwise. A gap means that the value is "
         "missing, not that it is zero."
     )
-    blocks = [reports.MarkdownBlock(introduction), reports.TableOfContents(), *_alerts(reports, alerts)]
+    blocks = [reports.MarkdownBlock(introduction), reports.TableOfContents(), *_incidents(reports, incidents)]
     panels_of = {
         key: [panel.build(reports, width=24 // min(len(panels), 3)) for panel in panels]
         for key, panels in SECTIONS.items()
@@ -104,15 +105,14 @@ def _title(run: str | None) -> str:
     return "Gradients" if run is None else f"Gradients of run {run}"
 
 
-def _alerts(reports: Any, alerts: Sequence[RecordedAlert]) -> Iterator[Any]:
+def _incidents(reports: Any, incidents: Sequence[Incident]) -> Iterator[Any]:
     yield reports.H2("Alerts")
-    for alert in alerts[:_MAX_ALERTS]:
-        step = "" if alert.step is None else f" · step {alert.step}"
-        # Names in an alert come from a model, so they are plain text, not markdown.
-        yield reports.H3(f"{alert.level}: {alert.title}{step}")
-        yield reports.P(alert.text)
-    if len(alerts) > _MAX_ALERTS:
-        yield reports.P(f"and {len(alerts) - _MAX_ALERTS} more.")
+    for incident in incidents[:_MAX_INCIDENTS]:
+        # Names in an incident come from a model, so they are plain text, not markdown.
+        yield reports.H3(f"{incident.level}: {incident.title} · step {incident.first_step}")
+        yield reports.P(incident.text)
+    if len(incidents) > _MAX_INCIDENTS:
+        yield reports.P(f"and {len(incidents) - _MAX_INCIDENTS} more.")
     lines = ["Each alert's text names the step, the layers, the values, the probable cause and the remedy.", ""]
     lines += [f"- **{title}**: {', '.join(causes)}" for title, causes in causes_by_title().items()]
     yield reports.MarkdownBlock("\n".join(lines))
@@ -224,8 +224,8 @@ def write_preview(
     entity: str, project: str, run: str | None, *, history: RunHistory | None, output: Path | None
 ) -> Path:
     """Write the preview of the report that `create_report` would save, without W&B, and return its path."""
-    alerts = () if history is None else history.alerts
-    report = build_report(entity, project, run, alerts=alerts, flow_chart=f"{entity}/{CHART_NAME}")
+    incidents = () if history is None else history.incidents
+    report = build_report(entity, project, run, incidents=incidents, flow_chart=f"{entity}/{CHART_NAME}")
     # W&B generates the table of contents from the headings.
     blocks = [_block(one) for one in report.blocks if type(one).__name__ != "TableOfContents"]
     page = _preview("report", report.title, blocks, history)

@@ -185,6 +185,7 @@ class HistoryRow:
         rebinner: Rebinner | None = None,
         namespace: str = "",
         zeros: ZerosLeftOut | None = None,
+        alert_level: int = 0,
     ) -> "HistoryRow":
         """Make the row of a window with at least one sample; `details` as check_details returns them."""
         names = snapshot.names
@@ -196,7 +197,7 @@ class HistoryRow:
         for name, key in keys.MODEL_DETAILS.items():
             if name not in details:
                 del last[key]
-        largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
+        largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm)), keys.ALERT_LEVEL: alert_level}
         largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         summed: dict[str, Number] = {keys.NUM_SKIPPED_STEPS: int(np.count_nonzero(snapshot.skipped))}
         for name, values_S in snapshot.metrics.items():

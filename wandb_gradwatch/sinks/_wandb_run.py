@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from .._interruptions import raise_interruption
+from .._judgement.incident import LEVELS
 from .._judgement.verdict import Verdict, incidents_within, verdict_of
 from ..rules import Alert
 from ..snapshot import Snapshot, keys
@@ -16,7 +17,9 @@ from ._history_row import HistoryRow, Rebinner, TableRow, ZerosLeftOut
 from ._row_scheduler import RowScheduler, logger, row_scheduler_of
 
 MAX_METRICS: Final = 10_000  # W&B recommends fewer distinct metrics in a run
-_ALERT_WAIT_SECONDS: Final = 1  # W&B drops alerts with the same title within this time; 0 means W&B's default of 60
+# W&B drops alerts with the same title within this time; 0 means W&B's default of 60. An incident whose level rises is
+# told again, perhaps at the next step.
+_ALERT_WAIT_SECONDS: Final = 0.001
 MAX_INCIDENTS_BYTES: Final = 20_000  # W&B sends the whole summary every 15 seconds
 _STARVED_WINDOWS: Final = 8  # queued rows from which on the user is warned
 
@@ -100,6 +103,7 @@ class WandbSink(Sink):
         self._zeros = ZerosLeftOut()
         self._said: set[str] = set()
         self._told_names: list[str] = []
+        self._alert_level = 0  # the worst of the alerts since the last row; 0 without alerts
         self._key: Final = object()  # of this sink's verdict among those of all sinks of the run
         self._row_scheduler: RowScheduler | None = None
         if not run.disabled:
@@ -145,7 +149,8 @@ class WandbSink(Sink):
         row_scheduler.last_steps[self._namespace] = int(snapshot.steps[-1])
         grouped = self._grouped(snapshot)
         self._tell_order(list(grouped.names))
-        row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace, self._zeros)
+        level, self._alert_level = self._alert_level, 0
+        row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace, self._zeros, level)
         row_scheduler.put(self, row, commit=self._commit)
         if row_scheduler.is_starved and len(row_scheduler.waiting) > 1 and not row_scheduler.is_unanswered:
             self._show_newest(row, row_scheduler)
@@ -173,6 +178,7 @@ class WandbSink(Sink):
     def alert(self, alert: Alert) -> None:
         """Send an alert at once; W&B forwards it to Slack or e-mail if the user has switched that on."""
         if self._live_scheduler() is not None:
+            self._alert_level = max(self._alert_level, LEVELS.index(alert.level) + 1)
             send = partial(self.run.alert, title=alert.title, text=alert.text, level=alert.level)
             self._try("an alert", partial(send, wait_duration=_ALERT_WAIT_SECONDS))
 

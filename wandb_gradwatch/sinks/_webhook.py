@@ -25,6 +25,8 @@ _RETRIED_STATUS: Final = (408, 425, 429, 500, 502, 503, 504)
 class WebhookSink(Sink):
     """POST every alert as {"text": ...} from a background thread, so that training never waits for the server.
 
+    Beside the text, the JSON has "incident": what the alert tells of as data, as `Incident.to_dict()` returns it.
+
     The URL of an incoming webhook is a secret: logs, error messages and the repr do not contain it. If the server
     cannot be reached, fails or is busy (408, 425, 429, 500, 502-504), an alert is sent up to five times within a
     minute, with the same `Idempotency-Key` header. It is not sent again if the server has not answered in time, because
@@ -105,8 +107,9 @@ class WebhookSink(Sink):
 
         head = f"{self._prefix} " if self._prefix else ""
         text = f"{head}*{alert.level}: {alert.title}* (step {alert.step})\n{alert.text}"
+        incident = {} if alert.incident is None else {"incident": alert.incident.to_dict()}
         options = {
-            "json": {"text": text},
+            "json": {"text": text} | incident,
             "headers": {"Idempotency-Key": str(uuid.uuid4())},
             "timeout": _TIMEOUT,
             "allow_redirects": False,

@@ -31,6 +31,9 @@ SAMPLES: Final = "gradwatch/samples"
 # HISTOGRAMS/1, HISTOGRAMS/2, ...
 HISTOGRAMS: Final = "gradwatch/histograms"
 
+# 0: no alert, 1: INFO, 2: WARN, 3: ERROR; the worst of the alerts since the last row. A number, for W&B's automations.
+ALERT_LEVEL: Final = "gradwatch/alert_level"
+
 # The whole model.
 
 GRAD_NORM: Final = "gradwatch/grad_norm"

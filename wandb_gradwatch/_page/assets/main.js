@@ -23,7 +23,6 @@ function header() {
     about.span && stepRange(...about.span),
     run.layers.names.length ? plural(run.layers.names.length, "layer") : null,
     plural(about.numFlushes, "flush", "flushes"),
-    about.exitCode ? `the process ended with exit code ${about.exitCode}` : null,
   ].filter(Boolean);
   return element(
     "header",
