@@ -93,3 +93,8 @@ def test_the_worst_incident_is_the_verdict() -> None:
     assert both.status == "error"
     assert "1 more incident" in both.sentence
     assert "152" in both.sentence
+
+
+def test_a_sentence_that_begins_with_a_name_keeps_it() -> None:
+    assert "head.weight has" in replace(SPIKE, fact="head.weight has a norm of 9").message
+    assert "The norm has" in replace(SPIKE, fact="the norm has doubled").message

@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import math
 import pickle
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -18,6 +20,7 @@ import requests
 import responses
 from windows import window
 
+from wandb_gradwatch._judgement.incident import Incident
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink, _webhook
 from wandb_gradwatch.sinks._webhook import WebhookSink
@@ -50,6 +53,17 @@ def test_an_alert_arrives_as_text(hook: responses.RequestsMock) -> None:
     sink.alert(ALERT)
     sink.close()
     assert texts(hook) == ["[node 3] *ERROR: NaN gradient* (step 7)\nlayer b holds 1 NaN"]
+
+
+def test_the_incident_is_beside_the_text_as_data(hook: responses.RequestsMock) -> None:
+    hook.post(URL, body="ok")
+    incident = Incident("nan_gradient", "NaN gradient", "ERROR", 7, 7, 7, "a fact", values={"norm": math.nan})
+    sink = WebhookSink(URL)
+    sink.alert(replace(ALERT, incident=incident))
+    sink.close()
+    told = json.loads(hook.calls[0].request.body)
+    assert told["text"] == "*ERROR: NaN gradient* (step 7)\nlayer b holds 1 NaN"
+    assert told["incident"] == incident.to_dict()
 
 
 def test_trouble_is_met_with_another_attempt(hook: responses.RequestsMock) -> None:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from gradients import step
 from offline import history, records
+from processes import ROOT, inherited
 from wandb.proto.wandb_internal_pb2 import Record
 
 import wandb_gradwatch
+from benchmarks.page import write_record
 from wandb_gradwatch import WandbSink
+from wandb_gradwatch._cli import main
 from wandb_gradwatch._judgement.incident import Incident, Layer
 from wandb_gradwatch._judgement.verdict import MAX_INCIDENTS, incidents_within
-from wandb_gradwatch._page.read import MAX_INCIDENTS_TEXT, RunReader, read_finished_run
+from wandb_gradwatch._page.read import HEADER, MAX_INCIDENTS_TEXT, RunReader, read_finished_run
 from wandb_gradwatch.rules import NaNGradient, default_rules
 
 CALM, BAD = [1.0] * 300, [math.nan] * 300  # more than 256 elements: smaller models may begin anywhere
@@ -51,6 +60,13 @@ def test_an_incident_is_in_the_runs_file_with_its_end(watched: Any, offline_run:
     assert incident.recovered_step is not None
     assert (of_run.verdict.status, of_run.verdict.num_steps, of_run.verdict.num_measured) == ("error", 61, 61)
     assert summary_of(offline_run)["gradwatch/verdict"] == of_run.verdict.sentence
+
+
+def test_while_an_incident_lasts_its_last_step_in_the_run_goes_on(watched: Any, offline_run: Any) -> None:
+    _, _model = trained(watched, *[CALM] * 30, *[BAD] * 8, sinks=[WandbSink(offline_run)])
+    (told,) = json.loads(offline_run.summary["gradwatch/incidents"])
+    assert told["first_step"] == 31
+    assert 34 <= told["last_step"] <= 38  # after 1, 2, 4, ... rows
 
 
 def test_a_calm_run_has_a_verdict_at_its_end_and_no_incidents(watched: Any, offline_run: Any) -> None:
@@ -181,3 +197,131 @@ def test_what_a_stranger_writes_in_place_of_incidents_is_left_out_with_a_note(te
     of_run = reader.history()
     assert [one.first_step for one in of_run.incidents] == [7]
     assert any("cannot be read" in note and "gradwatch/incidents" in note for note in of_run.notes)
+
+
+BROKE = "broke at step 2: NaN gradient; seen until step 2"
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["verdict", *arguments], catch_exceptions=False)
+
+
+def run_file(folder: Path, *told: Incident, num_rows: int = 4) -> str:
+    """Write the file of a run that has ended, with rows of one measured step each and with these incidents."""
+    path = folder / "run-abc.wandb"
+    with path.open("wb") as file:
+        file.write(HEADER)
+        for number in range(1, num_rows + 1):
+            record = Record()
+            for key, value in {
+                "gradwatch/step": number,
+                "gradwatch/grad_norm": 1.0,
+                "gradwatch/num_samples": 1,
+            }.items():
+                item = record.history.item.add()
+                item.key, item.value_json = key, json.dumps(value)
+            write_record(file, record.SerializeToString())
+        if told:
+            write_record(file, summary(json.dumps(json.dumps([one.to_dict() for one in told]))).SerializeToString())
+        end = Record()
+        end.exit.exit_code = 0
+        write_record(file, end.SerializeToString())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("levels", "status", "sentence"),
+    [
+        ([], 0, "no alert in 4 of 4 steps measured"),
+        (["INFO"], 0, "no alert, 1 remark in 4 of 4 steps measured"),
+        (["WARN", "INFO"], 1, "unusual at step 1: NaN gradient; seen until step 1; 4 of 4 steps measured"),
+        (
+            ["WARN", "ERROR"],
+            2,
+            "broke at step 2: NaN gradient; seen until step 2; 1 more incident; 4 of 4 steps measured",
+        ),
+    ],
+)
+def test_the_command_says_the_verdict_and_its_status_is_the_worst_level(
+    levels: list[Any], status: int, sentence: str, tmp_path: Path
+) -> None:
+    path = run_file(tmp_path, *(incident(number, level=level) for number, level in enumerate(levels, start=1)))
+    shown, told = command(path), command(path, "--json")
+    assert (shown.exit_code, told.exit_code) == (status, status)
+    assert shown.stdout.splitlines()[0] == f"{sentence}."
+    assert shown.stdout.count("NaN gradient") >= len(levels)
+    found = json.loads(told.stdout)
+    assert (found["sentence"], found["num_steps"], found["num_measured"]) == (sentence, 4, 4)
+    assert [one["level"] for one in found["incidents"]] == levels
+
+
+def test_what_cannot_be_read_has_status_3_and_still_one_json_object(tmp_path: Path) -> None:
+    nothing = run_file(tmp_path, num_rows=0)
+    assert command(nothing).exit_code == 3
+    assert json.loads(command(nothing, "--json").stdout)["status"] == "unknown"
+    missing = command(str(tmp_path / "none"), "--json")
+    assert missing.exit_code == 3
+    assert json.loads(missing.stdout)["status"] == "unknown"
+    assert "there is no file or directory" in missing.stderr
+    assert command().exit_code == 3  # wrong usage says nothing of a run
+    assert command(nothing, "--jsno").exit_code == 3
+
+
+def test_however_much_happened_the_command_fits_a_screen_and_the_json_about_1000_tokens(tmp_path: Path) -> None:
+    path = run_file(
+        tmp_path, *(incident(n, **LONG | {"layers": (Layer("a"),), "fact": "f" * 300}) for n in range(1, 4))
+    )
+    assert len(command(path).stdout.splitlines()) <= 40
+    told = json.loads(command(path, "--json").stdout)
+    assert len(json.dumps(told)) <= 3_000  # a token of JSON has about three characters
+    assert told["num_incidents"] == len(told["incidents"]) == 3
+    many = run_file(tmp_path, *(incident(n) for n in range(1, 21)))
+    assert len(command(many).stdout.splitlines()) <= 40
+    told = json.loads(command(many, "--json").stdout)
+    assert len(json.dumps(told)) <= 3_000
+    assert told["num_incidents"] == 20
+    assert 0 < len(told["incidents"]) <= 20
+
+
+RECIPES = (Path(__file__).parent.parent / "docs/recipes.md").read_text(encoding="utf-8")
+# Stands in for a training whose run has an ERROR: it waits for the signal that ends it.
+_TRAINING = "import signal\nprint('begins', flush=True)\nsignal.pause()\n"
+
+
+@pytest.mark.skipif(not hasattr(signal, "pause"), reason="the system has no signals of POSIX")
+def test_the_loop_of_the_recipe_ends_a_broken_training_and_leaves_another_alone(tmp_path: Path) -> None:
+    """As it is written, but for the minute between two looks."""
+    (loop,) = re.findall(r"```sh\n(.*?)```", RECIPES, re.DOTALL)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {
+        "python": f'exec {sys.executable} "$@"',
+        "wandb-gradwatch": f'exec {sys.executable} -m wandb_gradwatch "$@"',
+        "sleep": "exit 0",
+    }.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    environment = inherited() | {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+    def looped(training: str, *told: Incident) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path / f"run{len(told)}" / "wandb" / "latest-run"
+        folder.mkdir(parents=True)
+        run_file(folder, *told)
+        script = folder.parent.parent / "train.py"
+        script.write_text(training)
+        return subprocess.run(
+            ["sh", "-c", loop], cwd=script.parent, env=environment, capture_output=True, text=True, timeout=300
+        )
+
+    broken = looped(_TRAINING, incident(3, level="ERROR"))
+    assert broken.returncode == 128 + signal.SIGTERM, broken.stderr
+    assert '"status": "error"' in broken.stdout
+    calm = looped("print('trained')")
+    assert (calm.returncode, calm.stdout) == (0, "trained\n"), calm.stderr
+
+
+def test_the_filter_of_the_recipe_is_what_an_automation_takes() -> None:
+    from wandb.automations import RunEvent
+
+    (text,) = re.findall(r"`RunEvent\.metric\((.+?)\)`? >= 3`", RECIPES)
+    assert repr(RunEvent.metric(json.loads(text)) >= 3) == "'gradwatch/alert_level >= 3'"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 Level = Literal["INFO", "WARN", "ERROR"]
@@ -135,7 +135,7 @@ class Incident:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold: numbers that are missing or infinite are None."""
-        known = {**asdict(self), "values": dict(self.values), "message": self.message}
+        known = vars(self) | {"layers": [vars(layer) for layer in self.layers], "message": self.message}
         plain: dict[str, Any] = _plain(known)
         return plain | {"schema_version": SCHEMA_VERSION}
 
@@ -192,7 +192,7 @@ def _number(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
@@ -200,7 +200,9 @@ def _plain(value: Any) -> Any:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+    """Begin with a capital, unless the first word is a name such as "head.weight", and end with a full stop."""
+    begin = text[:1].upper() if text.partition(" ")[0].isalpha() else text[:1]
+    return f"{begin}{text[1:].rstrip('.')}." if text else ""
 
 
 def _cut(text: str, most: int) -> str:

@@ -120,13 +120,15 @@ def incidents_within(incidents: Sequence[Incident], max_bytes: int) -> list[dict
         What `Incident.from_dict` reads.
     """
     by_importance = sorted(range(len(incidents)), key=lambda place: (-LEVELS.index(incidents[place].level), -place))
-    for num in range(min(len(incidents), MAX_INCIDENTS), 0, -1):
-        told = [incidents[place].to_dict() for place in sorted(by_importance[:num])]
-        for shorten in _SHORTER:
-            found = [shorten(one) for one in told]
-            if len(json.dumps(found)) <= max_bytes:
-                return found
-    return []
+    told = {place: incidents[place].to_dict() for place in by_importance[:MAX_INCIDENTS]}
+    shortest = {}
+    for shorten in _SHORTER:
+        shortest = {place: shorten(one) for place, one in told.items()}
+        if len(json.dumps([*shortest.values()])) <= max_bytes:
+            break
+    while shortest and len(json.dumps([*shortest.values()])) > max_bytes:
+        del shortest[[*shortest][-1]]  # the least important
+    return [shortest[place] for place in sorted(shortest)]
 
 
 def _without_empty(told: dict[str, Any]) -> dict[str, Any]:
