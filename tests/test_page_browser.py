@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import BROKEN, write_fake_run
+from fake_run import BROKEN, INCIDENTS, write_fake_run
 
-from wandb_gradwatch._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
+from wandb_gradwatch._judgement.incident import Incident, Layer
 from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
-from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedAlert, RecordedTable, RunHistory
+from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedTable, RunHistory, Samples
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
 from wandb_gradwatch._page.serve import PageServer
@@ -155,8 +156,11 @@ def test_every_picture_is_drawn_and_nothing_is_wider_than_the_window(
         assert colours(page, f"#{card} canvas") > 3, card
         assert page.locator(f"#{card} .words p").count() == 2, f"{card} lacks its words"
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.locator(".alert strong").all_inner_texts() == ["NaN gradient", "Exploding gradient"]
-    assert page.locator(".verdict").inner_text().startswith("Broke at step 260: the learning rate is too high; ")
+    assert page.locator(".incident strong").all_inner_texts() == [one.headline for one in INCIDENTS]
+    assert page.locator(".verdict").text_content() == history.verdict.sentence + "."
+    assert page.locator(".tile", has_text="Incidents").inner_text().split("\n")[1:] == [
+        *("2", "first: Exploding gradient, step 260")
+    ]
 
 
 def test_a_blank_canvas_would_be_noticed(show: Opener, history: RunHistory) -> None:
@@ -592,18 +596,78 @@ def test_a_distribution_is_as_smooth_as_its_elements(show: Opener) -> None:
     assert np.abs(steps).max() < 40
 
 
-def test_the_first_bad_operation_stands_below_its_alert(show: Opener, history: RunHistory) -> None:
-    found = (
-        f"{FOUND_PREFIX}aten.log in blocks.0, model.py:87, made 1 NaN of 4 (at (0,)).\nIt read 4 of float32, -1 to 1."
-    )
-    alert = RecordedAlert("NaN gradient", f"Step 10: NaN.\n{CAUSE_PREFIX}{found}", "ERROR", 10)
-    page = show(replace(history, alerts=(alert,)))
-    assert page.locator(".alert p").inner_text().endswith("found by running the step again.")
-    assert page.locator(".finding dt").all_inner_texts() == ["Operation", "Module", "Line", "Made", "Read"]
-    assert page.locator(".finding dd").all_inner_texts()[:3] == ["aten.log", "blocks.0", "model.py:87"]
+FULL = Incident(
+    *("exploding_gradient", "Exploding gradient", "WARN", 120, 121, 140, "the norm is 12 times the usual one"),
+    unmeasured_from=111,
+    cause="learning_rate",
+    cause_text="learning rate too high",
+    rival="bad_batch",
+    rival_text="one bad batch",
+    evidence="it rose tenfold at step 119",
+    advice="lower it",
+    remedy="look at its schedule",
+    layers=(Layer("head.weight", 7.5, 0.5), Layer(BROKEN, 3.0), Layer("of.another.model", 2.0)),
+    values={"loss": 2.5},
+    rank=3,
+)
 
 
-def test_an_alert_leads_to_its_step(show: Opener, history: RunHistory) -> None:
+@pytest.mark.parametrize("width", [1400, 400])
+def test_an_incident_is_told_with_its_parts(show: Opener, history: RunHistory, width: int) -> None:
+    page = show(replace(history, incidents=(FULL,)), width=width)
+    card = page.locator(".incident")
+    assert card.locator("strong").inner_text() == "Step 120: learning rate too high, or one bad batch. Lower it."
+    assert card.locator(".level").inner_text() == "WARN"
+    assert "seen until step 140, on rank 3" in card.locator(".links").inner_text()
+    assert card.locator("dt").all_inner_texts() == ["Seen", "Not measured", "Layers", "Cause", "Evidence", "Remedy"]
+    told = card.locator("dd").all_text_contents()
+    assert told[:2] == [FULL.fact, "steps 111–119, in which it may have begun"]
+    assert told[3:] == ["learning rate too high, or one bad batch", FULL.evidence, FULL.remedy]
+    assert [row.split("\t") for row in card.locator("tr").all_inner_texts()] == [
+        *(
+            ["layer", "value", "usual"],
+            ["head.weight", "7.5", "0.5"],
+            [BROKEN, "3", "–"],
+            ["of.another.model", "2", "–"],
+        )
+    ]
+    layers = card.locator(".scroll")
+    assert layers.evaluate("node => node.scrollWidth <= node.clientWidth")  # numbers are in sight
+    card.get_by_role("button", name="show 2 layers").click()
+    assert page.locator("#lines .legend-label").all_inner_texts() == ["head.weight", BROKEN]
+
+
+def test_an_incident_of_which_little_is_known_says_no_more(show: Opener, history: RunHistory) -> None:
+    known = Incident("mine", "My rule", "INFO", 7, 7, 7, "", recovered_step=9)
+    page = show(replace(history, incidents=(known,)))
+    assert page.locator(".incident .links").inner_text().split("\n") == [
+        *("INFO", "zoom to step 7", "last seen at step 7, usual again at step 9", "copy as text", "copy as JSON")
+    ]
+    assert page.locator(".incident :is(dt, .around)").count() == 0
+
+
+def test_an_incident_is_copied_as_text_and_as_json(show: Opener, history: RunHistory) -> None:
+    page = show(replace(history, incidents=(FULL,)))
+    copied = "new Promise((done) => (navigator.clipboard.writeText = async (text) => done(text)))"
+    for kind in ("text", "JSON"):
+        page.evaluate(f"window.copied = {copied}, undefined")
+        page.get_by_role("button", name=f"copy as {kind}").click()
+        text = page.evaluate("window.copied")
+        page.get_by_role("button", name=f"copied as {kind}").wait_for()
+        if kind == "text":
+            assert text == FULL.text
+        else:
+            assert Incident.from_dict(json.loads(text)).to_dict() == FULL.to_dict()
+
+
+def test_a_browser_that_refuses_to_copy_says_so(show: Opener, history: RunHistory) -> None:
+    page = show(replace(history, incidents=(FULL,)))
+    page.evaluate("() => { navigator.clipboard.writeText = async () => { throw new Error('refused'); }; }")
+    page.get_by_role("button", name="copy as text").click()
+    page.get_by_role("button", name="the browser refuses to copy").wait_for()
+
+
+def test_an_incident_leads_to_its_step(show: Opener, history: RunHistory) -> None:
     page = show(history)
     with repainted(page, "#norm canvas"):
         page.get_by_role("button", name="step 265").click()
@@ -612,17 +676,20 @@ def test_an_alert_leads_to_its_step(show: Opener, history: RunHistory) -> None:
     assert high - low < 100
 
 
-def test_a_click_on_a_flag_opens_the_recorded_steps_around_its_alert(show: Opener, history: RunHistory) -> None:
-    page = show(history)  # the recorder holds steps 261 to 270; the NaN of 265 is the first alert, as it is an error
-    flag = page.locator("#norm canvas").first.evaluate(
-        "canvas => { const flag = canvas.flags[0]; const bounds = canvas.getBoundingClientRect();"
-        "return [bounds.left + flag.left + 3, bounds.top + flag.top + 5, flag.first] }"
-    )
-    assert flag[2] == 1
+def test_a_click_on_a_flag_opens_the_recorded_steps_around_its_incident(show: Opener, history: RunHistory) -> None:
+    page = show(history)  # the recorder holds steps 261 to 270
+    numbers = "canvas => canvas.flags.map((flag) => flag.first)"
+    assert page.locator("#norm canvas").first.evaluate(numbers) == [1]  # one flag for both incidents
+    with repainted(page, "#norm canvas"):
+        page.get_by_role("button", name="step 265").click()
+    assert page.locator("#norm canvas").first.evaluate(numbers) == [1, 2]
     page.locator("#norm").scroll_into_view_if_needed()
-    moved = page.evaluate("scrollY")
-    page.mouse.click(flag[0], flag[1] - moved)
-    around = page.locator(".alert").first.locator(".around")
+    flag = page.locator("#norm canvas").first.evaluate(
+        "canvas => { const bounds = canvas.getBoundingClientRect();"
+        "return [bounds.left + canvas.flags[1].left + 3, bounds.top + canvas.flags[1].top + 5] }"
+    )
+    page.mouse.click(*flag)
+    around = page.locator(".incident").last.locator(".around")
     around.locator("tbody tr").first.wait_for()
     steps = around.locator("thead th").all_inner_texts()
     assert steps == ["gradient norm at step", *map(str, range(261, 270))]
@@ -630,15 +697,30 @@ def test_a_click_on_a_flag_opens_the_recorded_steps_around_its_alert(show: Opene
     assert rows[0][0] == BROKEN
     assert rows[0][5] == "12 NaN or Inf"
     assert len(rows) == 12
-    assert page.locator(".alert").last.locator(".around").count() == 0  # step 260 was not recorded
+    assert page.locator(".incident").first.locator(".around").count() == 0  # step 260 was not recorded
 
 
-def test_an_alert_leads_to_its_layers(show: Opener, history: RunHistory) -> None:
-    page = show(history)
-    page.get_by_role("button", name="show its 3 layers").click()
-    assert page.locator("#lines .legend-label").all_inner_texts() == [
-        *("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "head.weight")
-    ]
+# The pixels of a chart between two of the steps 1 to 100.
+PIXELS_BETWEEN = """(canvas, [from, to]) => {
+  const over = canvas.parentElement.querySelector(".u-over");
+  const [x0, x1] = [from, to].map((step) => Math.round(over.offsetLeft + ((step - 0.5) / 100) * over.clientWidth));
+  return [...canvas.getContext("2d").getImageData(x0, over.offsetTop, x1 - x0, over.clientHeight).data].join();
+}"""
+
+
+@pytest.mark.parametrize(("recovered", "changes"), [(None, [False, True, False, True, False]), (60, [0, 1, 0, 0, 0])])
+def test_an_incident_colours_the_measured_steps_at_which_it_was_there(
+    show: Opener, recovered: int | None, changes: list[bool]
+) -> None:
+    measured = np.r_[1:31, 61:101]
+    run = run_of({"gradwatch/grad_norm": np.ones(2)}, [30, 100], listed=Samples(measured, np.ones(70), 0 * measured))
+    there = Incident("mine", "My rule", "ERROR", 10, 10, 80, "a fact", recovered_step=recovered)
+    places = [(1, 9), (11, 30), (32, 59), (62, 80), (82, 99)]
+    before, after = (
+        [show(one).locator("#norm canvas").first.evaluate(PIXELS_BETWEEN, place) for place in places]
+        for one in (run, replace(run, incidents=(there,)))
+    )
+    assert [one != other for one, other in zip(before, after, strict=True)] == [bool(one) for one in changes]
 
 
 def test_the_theme_button_repaints_everything(show: Opener, history: RunHistory) -> None:
@@ -781,7 +863,15 @@ def test_hostile_names_stay_text(show: Opener) -> None:
     more = {
         **dict.fromkeys(("run_id", "name", "project"), HOSTILE),
         "own": {f"{HOSTILE}{place}": OwnSeries(np.array([1.0, 2.0]), np.ones(2)) for place in range(2)},
-        "alerts": (RecordedAlert(HOSTILE, HOSTILE, HOSTILE, 10),),
+        "incidents": (
+            Incident(
+                *(HOSTILE, HOSTILE, "WARN", 10, 10, 10, HOSTILE),
+                cause_text=HOSTILE,
+                evidence=HOSTILE,
+                remedy=HOSTILE,
+                layers=(Layer(HOSTILE, 1.0),),
+            ),
+        ),
         "flight_recorder": RecordedTable([HOSTILE], [[HOSTILE]]),
         "notes": (HOSTILE,),
     }
@@ -789,7 +879,15 @@ def test_hostile_names_stay_text(show: Opener) -> None:
     shown = HOSTILE.replace("\u202e", "‹U+202E›")
     hover(page, "#layers .frame canvas", 0.7, 0.4)
     assert page.locator("#layers .tooltip .strong").inner_text() == shown.replace("/", ".")  # as a layer is spelled
-    for selector in ("h1", ".note", ".alert strong", ".alert p", "#recorder td", "#own .legend-label"):
+    for selector in (
+        "h1",
+        ".note",
+        ".incident strong",
+        ".incident dd",
+        ".incident td",
+        "#recorder td",
+        "#own .legend-label",
+    ):
         assert shown in page.locator(selector).first.inner_text(), selector
     assert page.locator(".picker-list label").get_attribute("title") == shown.replace("/", ".")
     assert "bold" in line_labels(page, "activation")[0]

@@ -1,14 +1,12 @@
 // The list of incidents, in the order in which they were found. Their numbers label the flags on all time axes.
 
-const LEVEL_WORDS = { ERROR: "Error", WARN: "Warning", INFO: "Info" };
-
 const goTo = (node) => node.scrollIntoView({ behavior: "smooth", block: "start" });
-const link = (text, title, onclick) => element("button", { type: "button", class: "link", onclick, title }, text);
+const link = (text, onclick) => element("button", { type: "button", class: "link", onclick }, text);
 
 // A button that copies a text, and says whether the browser has let it.
 function copyButton(kind, text) {
-  const button = link("copy as " + kind, `Copy this incident as ${kind}`, async () => {
-    const isCopied = await navigator.clipboard?.writeText(text).then(() => true, () => false); // undefined: it cannot
+  const button = link("copy as " + kind, async () => {
+    const isCopied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
     button.textContent = isCopied ? `copied as ${kind}` : "the browser refuses to copy";
   });
   button.setAttribute("aria-live", "polite");
@@ -20,8 +18,8 @@ function incidentsSection() {
     const { level, first_step: first, last_step: last, recovered_step: recovered, unmeasured_from: from, rank, layers } = told;
     const drawn = run.layers.metric ? layers.map(({ name }) => run.layers.names.indexOf(name)).filter((name) => name >= 0) : [];
     const end = recovered === null ? `seen until ${atStep(last)}` : `last seen at ${atStep(last)}, usual again at ${atStep(recovered)}`;
-    const known = ["value", "usual"].filter((column) => layers.some((layer) => layer[column] !== null));
-    const rows = layers.map((layer) => [layer.name, ...known.map((column) => layer[column])]);
+    const known = layers.some(({ value }) => value !== null) ? ["value", "usual"] : [];
+    const rows = layers.map((layer) => ["name", ...known].map((column) => layer[column]));
     const parts = {
       Seen: told.fact,
       "Not measured": from !== null && from < first ? `${stepRange(from, first - 1)}, in which it may have begun` : "",
@@ -41,10 +39,10 @@ function incidentsSection() {
         element(
           "div",
           { class: "links" },
-          element("span", { class: "level" }, LEVEL_WORDS[level]),
-          link(atStep(first), "Zoom all pictures to this step", () => zoomTo(first)),
+          element("span", { class: "level" }, level),
+          link("zoom to " + atStep(first), () => zoomTo(first)),
           element("span", {}, end + (rank === null ? "" : `, on rank ${rank}`)),
-          drawn.length ? link(`show ${plural(drawn.length, "layer")}`, "Draw the lines of these layers", () => (run.layers.choose(drawn), goTo(document.getElementById("lines")))) : null,
+          drawn.length ? link(`show ${plural(drawn.length, "layer")}`, () => (run.layers.choose(drawn), goTo(document.getElementById("lines")))) : null,
           copyButton("text", text),
           copyButton("JSON", JSON.stringify(told, null, 2)),
         ),
@@ -56,7 +54,7 @@ function incidentsSection() {
   return element("section", { class: "card wide", id: "incidents" }, element("h2", {}, "Incidents"), element("ol", { class: "incidents" }, list));
 }
 
-// The flight recorder's rows around the begin of an incident, step by step, with the most conspicuous layers first.
+// The flight recorder's rows around an incident's first step, the most conspicuous layers first.
 const AROUND = 4; // recorded steps on either side
 const MOST_GUILTY = 12;
 
@@ -74,11 +72,10 @@ function recordedAround({ first_step: first, layers: concerned }) {
       if (!layers.has(row[name])) layers.set(row[name], new Map());
       layers.get(row[name]).set(row[step], row);
     }
-    const named = new Set(concerned.map((layer) => layer.name));
-    const isBad = (row) => row !== undefined && row[nan] + row[inf] > 0;
+    const isBad = (row) => row?.[nan] + row?.[inf] > 0;
     const guilt = ([layer, found]) => {
       const norms = steps.map((one) => found.get(one)?.[norm]).filter((value) => value > 0);
-      return (steps.some((one) => isBad(found.get(one))) ? 1e6 : 0) + (named.has(layer) ? 1e3 : 0) + Math.log10(Math.max(1, ...norms) / (norms[0] ?? 1));
+      return (steps.some((one) => isBad(found.get(one))) ? 1e6 : 0) + (concerned.some((one) => one.name === layer) ? 1e3 : 0) + Math.log10(Math.max(1, ...norms) / (norms[0] ?? 1));
     };
     const guilty = [...layers].sort((a, b) => guilt(b) - guilt(a)).slice(0, MOST_GUILTY);
     const cell = (row) => element("td", { class: isBad(row) ? "alarming" : null }, isBad(row) ? `${formatNumber(row[nan] + row[inf])} NaN or Inf` : formatNumber(row?.[norm]));
@@ -92,12 +89,12 @@ function recordedAround({ first_step: first, layers: concerned }) {
 }
 
 // Draw the flags of the incidents at the top edge of a plot, their lines through it, and a light colour on the measured
-// steps of each. `box` is in device pixels.
-function drawFlags(context, box, positionOf) {
+// steps of each, down to a depth: no further than the edge where colours have a meaning. `box` is in device pixels.
+function drawFlags(context, box, positionOf, depth = box.height) {
   const scale = devicePixelRatio;
   context.canvas.flags = []; // the places of the flags, for clicks
   context.save();
-  context.globalAlpha = 0.12;
+  context.globalAlpha = depth < box.height ? 0.5 : 0.12;
   for (const { told } of content.incidents) {
     context.fillStyle = levelColour(told.level);
     const [low, high] = [Math.max(told.first_step, view.range[0]), Math.min(told.recovered_step === null ? told.last_step : told.recovered_step - 1, view.range[1])];
@@ -106,7 +103,7 @@ function drawFlags(context, box, positionOf) {
       const [left, right] = [from - 0.5, to + 0.5].map((step) => clamp(positionOf(step), end, box.left + box.width));
       if (right <= end) return;
       end = Math.max(right, left + scale);
-      context.fillRect(left, box.top, end - left, box.height);
+      context.fillRect(left, depth < box.height ? box.top - depth : box.top, end - left, depth);
     });
   }
   Object.assign(context, { globalAlpha: 1, lineWidth: scale, font: `600 ${10 * scale}px ui-sans-serif, system-ui, sans-serif`, textAlign: "center", textBaseline: "middle" });

@@ -2,17 +2,13 @@
 
 const waiting = []; // pictures are drawn when their hosts are in the page and have a width
 
-function queue(draw) {
-  waiting.push(draw);
-}
+const queue = (draw) => waiting.push(draw);
 
-function globalSeries(key, label, place, more = {}) {
-  const values = content.globals["gradwatch/" + key];
-  return values === undefined ? [] : [{ label, values, colour: lineColour(place), ...more }];
-}
+const globalValues = (key) => content.globals["gradwatch/" + key];
+const has = (key) => globalValues(key) !== undefined;
+const globalSeries = (key, label, place, more = {}) => (has(key) ? [{ label, values: globalValues(key), colour: lineColour(place), ...more }] : []);
 
 const MOODS = { ok: "good", warn: "careful", error: "bad", unknown: "" }; // by the status of a verdict
-const has = (key) => content.globals["gradwatch/" + key] !== undefined;
 
 function header() {
   const { run: about } = content;
@@ -60,13 +56,13 @@ function toolbar() {
 }
 
 function tiles() {
-  const known = (key) => (content.globals["gradwatch/" + key] ?? []).filter((value) => value !== null);
+  const known = (key) => (globalValues(key) ?? []).filter((value) => value !== null);
   const last = (key) => known(key).at(-1) ?? null;
   const sum = (key) => known(key).reduce((total, value) => total + value, 0);
   const mean = (key) => (known(key).length ? sum(key) / known(key).length : null);
   const [first] = content.incidents.map(({ told }) => told).sort((a, b) => a.first_step - b.first_step);
   const nonFinite = sum("num_nan") + sum("num_inf");
-  const norm = (content.globals["gradwatch/grad_norm"] ?? []).at(-1); // missing if no element is finite; an earlier row's norm is not used
+  const norm = globalValues("grad_norm")?.at(-1); // missing if no element is finite; an earlier row's norm is not used
   const bad = last("num_nan") + last("num_inf") > 0;
   const ofWhat = bad ? (norm == null ? "no element was finite at the last flush" : "of the finite elements alone, at the last flush") : "at the last flush, before clipping";
   return element(
@@ -114,7 +110,7 @@ const SHARE_OF_STEPS = { ...SHARE, ...SMALL, limits: [0, 1.05] };
 
 function normCard() {
   // The norm of every sample; the norm that the optimizer received is kept for the last sample of each row.
-  const received = content.globals["gradwatch/grad_norm_clipped"];
+  const received = globalValues("grad_norm_clipped");
   const [xs, ...lines] = uPlot.join([[run.measured.steps, run.measured.norms], [content.steps, received ?? content.steps]].map((line) => line.map((values) => Array.from(values))));
   const norms = has("grad_norm") || has("grad_norm_max") ? [{ label: "before clipping", values: lines[0], colour: lineColour(0), width: 2 }] : [];
   if (received) norms.push({ label: "received by the optimizer", values: lines[1], colour: lineColour(2), size: 3 });
@@ -150,7 +146,7 @@ function precisionCard() {
 }
 
 function smallCards() {
-  const isAbove0 = (key) => (content.globals["gradwatch/" + key] ?? []).some((value) => value > 0);
+  const isAbove0 = (key) => globalValues(key)?.some((value) => value > 0);
   const bars = (key, label, place) => globalSeries(key, label, place, { kind: "bars" });
   const scale = globalSeries("grad_scale", "loss scale", 2);
   const skipped = { ...SMALL, caption: false, title: "Skipped steps", none: "No step was skipped.", series: scale.length ? bars("num_skipped_steps", "skipped steps", 3) : [] };
@@ -213,10 +209,10 @@ function spansDecades(values) {
 
 function absent() {
   const missing = [
-    [content.globals["gradwatch/grad_scale"] === undefined, "loss scale (no GradScaler was seen)"],
+    [!has("grad_scale"), "loss scale (no GradScaler was seen)"],
     [content.histograms.items.length === 0, "histograms"],
     [content.flightRecorder === null, "a flight recorder table (it is written when an error is raised)"],
-    [content.globals["gradwatch/overhead_ratio"] === undefined, "overhead"],
+    [!has("overhead_ratio"), "overhead"],
   ].filter(([isMissing]) => isMissing);
   return missing.length ? element("p", { class: "absent" }, "Not in this run: " + missing.map(([, text]) => text).join("; ") + ".") : null;
 }

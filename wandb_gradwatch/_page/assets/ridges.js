@@ -58,7 +58,8 @@ class HistogramPicture extends Frame {
   // Return the share of a column's elements up to a value; they lie evenly in each bin, between the extremes.
   upTo(column, value) {
     const { edges, upTo, from, to } = this.columns[column];
-    return value >= to ? 1 : between(edges, upTo, Math.max(value, from));
+    if (value >= to) return 1;
+    return value < from ? 0 : between(edges, upTo, value);
   }
 
   within(column, size) {
@@ -68,7 +69,7 @@ class HistogramPicture extends Frame {
   // Return the size that this share of the elements does not exceed; NaN if it is 0.
   percentile(column, share) {
     let [low, high] = [this.source.edges[1], this.reach[column]];
-    if (this.within(column, low) > share || !(high > low)) return NaN;
+    if (this.zeros(column) > share || !(high > 0)) return NaN;
     for (let round = 0; round < 32; round++) {
       const middle = Math.sqrt(low) * Math.sqrt(high);
       if (this.within(column, middle) < share) low = middle;
@@ -90,7 +91,8 @@ class HistogramPicture extends Frame {
     const found = this.signed ? sizes.findIndex((size, bin) => bin > 0 && sizes[bin + 1] - size >= 2 * height) : 1;
     const inner = found < 0 ? sizes.length - 1 : found;
     const outer = sizes.slice(inner);
-    const sharesOf = (sign) => outer.slice(1).map((_, bin) => this.share(column, sign * (inner + bin + 1), sign * (inner + bin + 1)));
+    const at = (place) => this.share(column, place, place);
+    const sharesOf = (sign) => outer.slice(1).map((_, bin) => at(sign * (inner + bin + 1)));
     let [edges, shares] = [outer.map(Math.log10), signs.map(sharesOf).reduce((one, other) => one.map((share, bin) => share + other[bin]))];
     if (this.signed) {
       outer[0] = Math.max(outer[0], height);
@@ -184,13 +186,12 @@ class HistogramPicture extends Frame {
   }
 
   drawLegend() {
-    const dashed = ([drawn, left]) => (drawn ? `repeating-linear-gradient(to right, currentcolor 0 ${drawn}px, transparent ${drawn}px ${drawn + left}px)` : "currentcolor");
     const scale = { long: "share of the elements, of the fullest size in the same step", colours: "density", linear: true, power: 0.5, low: 0, high: 1 };
     drawScale(this.legend, scale, []);
     if (this.signed) return;
-    const lines = PERCENTILES.map(({ label, dash }) => {
+    const lines = PERCENTILES.map(({ label, dash: [drawn, left] }) => {
       const line = swatch(null);
-      line.style.background = dashed(dash);
+      line.style.background = drawn ? `repeating-linear-gradient(to right, currentcolor 0 ${drawn}px, transparent ${drawn}px ${drawn + left}px)` : "currentcolor";
       return swatchEntry(line, label);
     });
     this.legend.lastChild.append(...lines, swatchEntry(swatch(lineColour(0)), "above 0"), swatchEntry(swatch(lineColour(1)), "below 0"));
@@ -202,13 +203,13 @@ class HistogramPicture extends Frame {
 
   describe(step, y, height) {
     const column = lastAtMost(this.last, step);
-    const place = this.limits[1] - (y / height) * (this.limits[1] - this.limits[0]);
+    const [bottom, top] = this.limits;
+    const place = top - (y / height) * (top - bottom);
     const value = formatNumber(this.signed ? place : 10 ** place, 2);
     const below = this.signed ? this.upTo(column, place) : this.within(column, 10 ** place);
     const above = `${formatShare(1 - below)} of the elements ${this.signed ? "above" : "larger than"} ${value}`;
-    const lines = PERCENTILES.map(({ label }, index) => `${label} ${formatNumber(this.percentiles[index][column])}`);
-    if (this.zeros(column)) lines.splice(3, 1, `${formatShare(this.zeros(column))} are 0`);
-    else lines.pop();
+    const lines = PERCENTILES.slice(0, 3).map(({ label }, index) => `${label} ${formatNumber(this.percentiles[index][column])}`);
+    if (this.zeros(column)) lines.push(`${formatShare(this.zeros(column))} are 0`);
     return [this.source.labelOf(this.item), stepText(step), above, lines.join(", "), `from ${formatNumber(this.columns[column].low)} to ${formatNumber(this.columns[column].high)}`];
   }
 
