@@ -24,7 +24,9 @@ import psutil
 import torch
 from wandb.proto import wandb_internal_pb2
 
-from wandb_gradwatch._page.history import HistogramSeries, RecordedAlert, RunHistory
+from wandb_gradwatch._judgement.incident import Incident, Layer
+from wandb_gradwatch._measure.columns import NUM_BINS
+from wandb_gradwatch._page.history import HistogramSeries, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import HEADER, PART, find_run_file
 from wandb_gradwatch.snapshot import keys
@@ -50,8 +52,8 @@ INTERACTIONS: Final = {
     "pointer over the distribution": "point(one('#histogram .frame canvas'), 0.3 + 0.1 * round, 0.5, 'pointermove')",
     "zoom all pictures": "enter(one('.range input'), 1000 * (round + 1), 'change')",
     "back to the whole run": "press('.range button')",
-    "step of an alert": "press('button.alert-step')",
-    "layers of an alert": "all('button.alert-step').find((one) => one.textContent.startsWith('show')).click()",
+    "step of an incident": "press('.incident .link')",
+    "layers of an incident": "all('.incident .link').find((one) => one.textContent.startsWith('show')).click()",
     "by time": "enter(one('nav select'), round % 2 ? 'optimizer step' : 'time', 'change')",
     "another metric": "all('#layers .segmented button')[round % 2].click()",
     "layers by change": "all('#layers .segmented')[1].children[round % 2 ? 0 : 1].click()",
@@ -84,17 +86,17 @@ MEASURE: Final = """async (round) => {
 
 
 def large_run() -> RunHistory:
-    """Return a run of 1,000 layers and 5,000 rows, with histograms of each layer at 20 of them, and an alert."""
+    """Return a run of 1,000 layers and 5,000 rows, with histograms of each layer at 20 of them, and an incident."""
     history = many_layers(num_rows=5_000)
     rng = np.random.default_rng(0)
     some = history.steps[::250]
     histograms = {
-        name: HistogramSeries(some, -np.ones(len(some)), np.ones(len(some)), rng.random((len(some), 65)))
+        name: HistogramSeries(some, -np.ones(len(some)), np.ones(len(some)), rng.random((len(some), NUM_BINS)))
         for name in history.names
     }
-    told = "Step 1230: NaN. Worst layers: " + ", ".join(history.spelled(history.names[5:10])) + "."
-    alerts = (RecordedAlert("NaN gradient", told, "ERROR", 1230),)
-    return replace(history, times=1e9 + history.steps * 0.7, histograms=histograms, alerts=alerts)
+    layers = tuple(map(Layer, history.spelled(history.names[5:10])))
+    incident = Incident("nan_gradient", "NaN gradient", "ERROR", 1230, 1230, 1240, "NaN in 5 layers", layers=layers)
+    return replace(history, times=1e9 + history.steps * 0.7, histograms=histograms, incidents=(incident,))
 
 
 def measure_page(folder: Path) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def shots(histories: list[RunHistory]) -> Iterator[Shot]:
     yield Shot("first", one)
     yield Shot("dark", one, scheme="dark")
     yield Shot("whole", one, whole=True)
-    yield Shot("alert", one, act=open_alert)
+    yield Shot("incident", one, act=open_incident)
     yield Shot("narrow", one, width=400, whole=True)
     yield Shot("print", one, width=800, whole=True, prints=True)
     yield Shot("layers", [many_layers()], whole=True)
@@ -83,10 +83,10 @@ def shots(histories: list[RunHistory]) -> Iterator[Shot]:
         yield Shot("runs-narrow", histories, width=400, whole=True)
 
 
-def open_alert(page: Any) -> None:
-    """Open the recorded steps around the first alert that has recorded steps."""
+def open_incident(page: Any) -> None:
+    """Open the recorded steps around the first incident that has recorded steps."""
     page.locator(".around summary").first.click()
-    page.locator(".alert", has=page.locator(".around")).first.scroll_into_view_if_needed()
+    page.locator(".incident", has=page.locator(".around")).first.scroll_into_view_if_needed()
 
 
 def take(wanted: list[Shot]) -> Iterator[tuple[str, bytes]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -18,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import wandb
-from fake_run import BROKEN, FROZEN, GPT_NAMES, INCIDENTS, write_fake_run
+from fake_run import BROKEN, FROZEN, GPT_NAMES, INCIDENTS, fake_snapshots, write_fake_run
 from hypothesis import given
 from hypothesis import strategies as st
 from wandb.proto.wandb_internal_pb2 import Record
@@ -27,18 +29,20 @@ from benchmarks.page import write_record
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._analysis.formatting import visible_text
 from wandb_gradwatch._judgement.incident import Incident
-from wandb_gradwatch._measure.columns import FloatArray
+from wandb_gradwatch._measure.columns import NUM_BINS, ZERO_BIN, Column, FloatArray, bins_of
+from wandb_gradwatch._measure.probe_values import MetricHistogram
 from wandb_gradwatch._page import packing, read
-from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedAlert, RunHistory, natural_order
+from wandb_gradwatch._page.history import MAX_KEY, HistogramSeries, OwnSeries, RecordedAlert, RunHistory, natural_order
 from wandb_gradwatch._page.packing import (
     CODE_FIRST,
     CODE_INFINITE,
     CODE_MISSING,
     CODE_ZERO,
+    Blob,
     HistogramCollector,
     OwnColumns,
     RowColumns,
-    limits_and_counts,
+    pack_histograms,
     pool,
     pool_extremes,
     pool_steps,
@@ -49,6 +53,7 @@ from wandb_gradwatch._page.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, re
 from wandb_gradwatch._page.payload import build_payload, knots, other_axes
 from wandb_gradwatch._page.read import HEADER, RunReader, read_run
 from wandb_gradwatch._page.step_axis import steps_between
+from wandb_gradwatch.sinks._history_row import counted_histogram
 from wandb_gradwatch.snapshot import keys
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"
@@ -104,17 +109,14 @@ def test_a_value_that_was_not_logged_is_missing_and_never_zero(history: RunHisto
     assert (frozen[9:] > 0).all()
 
 
-def test_the_page_lists_incidents_and_the_scripts_own_alerts_the_worst_first(history: RunHistory) -> None:
+def test_the_page_has_the_verdict_and_the_incidents(history: RunHistory) -> None:
     assert history.incidents == INCIDENTS
-    own = (RecordedAlert("mine", "text", "WARN", 30), RecordedAlert("mine", "worse", "ERROR", 300))
-    content = build_payload(replace(history, alerts=(*history.alerts, *own)))[0]
-    assert [(one["title"], one["level"], one["step"]) for one in content["alerts"]] == [
-        *(("NaN gradient", "ERROR", 265), ("mine", "ERROR", 300), ("Exploding gradient", "WARN", 260))
+    content = build_payload(history)[0]
+    assert content["verdict"] == {"status": "error", "sentence": history.verdict.sentence}
+    assert [Incident.from_dict(one["told"]) for one in content["incidents"]] == list(INCIDENTS)
+    assert [(one["headline"], one["text"]) for one in content["incidents"]] == [
+        (one.headline, one.text) for one in INCIDENTS
     ]
-    assert content["alerts"][1]["times"] == [{"step": 30, "level": "WARN"}, {"step": 300, "level": "ERROR"}]
-    assert [Incident.from_dict(one) for one in content["incidents"]] == list(INCIDENTS)
-    assert content["incidents"][0]["text"] == INCIDENTS[0].text
-    assert content["verdict"]["status"] == "error"
 
 
 def test_an_alert_stands_at_the_last_row_before_it() -> None:
@@ -438,36 +440,71 @@ def test_axes_are_time_wandbs_own_step_and_counts_of_the_users() -> None:
 
 
 def test_histograms_of_our_rows_are_read_as_they_are(history: RunHistory) -> None:
-    series = history.histograms[BROKEN.replace(".", "/")]
-    # Zero lies in the middle of the middle bin, and counts are whole.
-    np.testing.assert_allclose(series.low, -series.high)
-    assert series.counts.shape[1] % 2 == 1
-    assert (series.counts == np.rint(series.counts)).all()
+    for name in (BROKEN, FROZEN):
+        series, place = history.histograms[name.replace(".", "/")], GPT_NAMES.index(name)
+        logged = [one for one in fake_snapshots() if one.histogram[place].any()]
+        assert series.steps.tolist() == [one.steps[-1] for one in logged]
+        np.testing.assert_array_equal(series.counts, [one.histogram[place] for one in logged])
+        extremes = [one.rows[-1, place, [Column.GRAD_MIN, Column.GRAD_MAX]] for one in logged]
+        np.testing.assert_allclose(np.stack([series.low, series.high], axis=1), extremes, rtol=1e-5)
+
+
+_count = st.integers(0, 2**24)
+
+
+@given(st.lists(_count | st.just(0), min_size=NUM_BINS, max_size=NUM_BINS), st.sampled_from([-1e-300, -3.5, -math.inf]))
+def test_a_listed_histogram_is_the_one_that_was_logged(counts: list[int], low: float) -> None:
+    counts[200] = 1  # an empty histogram is not logged
+    entry = counted_histogram("gradients/a/b", MetricHistogram(np.array(counts), low, 2.0))
+    collector = HistogramCollector()
+    assert collector.add(7, json.loads(json.dumps([entry]), parse_int=float)) == 0
+    (series,) = collector.series()[""].values()
+    assert series.counts.tolist() == [counts]
+    assert series.low.tolist() == [low] or (math.isnan(series.low[0]) and low == -math.inf)
+    assert (series.steps.tolist(), series.high.tolist()) == ([7], [2.0])
 
 
 @pytest.mark.parametrize(
-    ("edges", "counts"),
+    "entry",
     [
-        (range(65), range(64)),  # wandb.watch has 64 bins
-        (range(66), range(66)),
-        ([float("nan")] * 66, range(65)),
-        ([range(66)], range(65)),
-        (None, range(65)),
-        ("ab", range(65)),
+        *(None, 7, "gradients/a", {}, [], ["gradients/a"], ["gradients/a", 0.0, 1.0], [7, 0.0, 1.0, 5.0]),
+        *(["loss", 0.0, 1.0, 5.0], ["gradients/" + "a" * MAX_KEY, 0.0, 1.0, 5.0]),
+        *(["gradients/a", 0.0, 1.0, *odd] for odd in ([0.5], [None], ["x"], [[1.0]], [math.nan], [2.0**60])),
+        *(["gradients/a", 0.0, 1.0, *far] for far in ([-257.0, 1.0], [-258.0], [1.0] * 258, [-1e300] * 9)),
     ],
 )
-def test_a_histogram_that_is_not_of_our_rows_is_left_out(edges: object, counts: object) -> None:
-    assert limits_and_counts(edges, counts) is None
+def test_a_histogram_that_is_not_of_our_rows_is_left_out(entry: object) -> None:
+    collector = HistogramCollector()
+    assert collector.add(1, [entry, ["gradients/b", None, "x", 3.0]]) == 1
+    assert collector.series()[""].keys() == {"b"}
 
 
 def test_the_collector_stays_bounded_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MAX_STORED", 10)
     collector = HistogramCollector()
     for step in range(100):
-        collector.add(("", "a"), step, range(66), range(65))
+        collector.add(step, [["gradients/a", -1.0, 1.0, 5.0]])
     steps = collector.series()[""]["a"].steps
     assert len(steps) <= 10
     assert set(np.diff(steps)) == {16}  # halved until 100 fit into 10: every 16th is kept, beginning with the first
+
+
+def test_histograms_are_packed_with_the_bins_that_are_filled() -> None:
+    # Elements of 1.5 lie in the bin from 1.5 to 2, those of -1 in the one from 1 to 1.5; one bin is left below.
+    counts = np.zeros((1, NUM_BINS))
+    counts[0, bins_of(np.array([-1.0, 0.0, 1.5]))] = [25, 50, 25]
+    series = HistogramSeries(np.array([20]), np.array([-1.0]), np.array([1.5]), counts)
+    blob = Blob()
+    packed = pack_histograms({"a": series}, ["a"], 1_000_000, blob)
+    assert packed["edges"] == [0, 1, 1.5, 2]
+    (item,) = packed["items"]
+    shares = np.frombuffer(gzip.decompress(base64.b64decode(blob.encoded())), np.uint8)[item["shares"] :]
+    assert shares.tolist() == [0, 128, 0, 180, 0, 0, 128]  # 255 times the root of a quarter, of a half
+    counts[0, [-1, ZERO_BIN + 1]] = 1  # the open bin, and that of the smallest sizes
+    edges = pack_histograms({"a": series}, ["a"], 1_000_000, blob)["edges"]
+    assert (edges[:3], edges[-2:]) == ([0, 2**-126, 2**-47], [3 * 2**14, 3 * 2**15])
+    nothing = pack_histograms({"a": replace(series, counts=0 * counts)}, ["a"], 1_000_000, blob)
+    assert nothing["edges"] == [0, 2**-126]
 
 
 @given(st.lists(st.floats(1e-13, 1e13), min_size=1))
@@ -494,7 +531,7 @@ def test_values_of_metrics_are_packed_by_family() -> None:
         "activation/b/norm": np.array([np.nan, 3.0]),
         "activation/c/norm": np.array([np.nan, np.nan]),
     }
-    series = HistogramSeries(np.array([20]), np.array([-1.0]), np.array([1.0]), np.ones((1, 64)))
+    series = HistogramSeries(np.array([20]), np.array([-1.0]), np.array([1.0]), np.ones((1, NUM_BINS)))
     content, _ = build_payload(small_history(values=values, family_histograms={"activation": {"d": series}}))
     _, family = content["grids"]
     assert (family["key"], family["names"], family["histogramNames"]) == ("activation", ["a", "b"], ["d"])
@@ -544,7 +581,8 @@ def test_a_thousand_layers_by_a_thousand_rows_stay_below_fifteen_megabytes() -> 
         values |= {f"grad_norm/{name}": norm, f"grad_norm_max/{name}": norm * (1 + rng.random(1000))}
         values |= {f"grad_param_ratio/{name}": norm / 100 * (1 + rng.random(1000))}
         values |= {f"dead_ratio/{name}": 0.01 * rng.random(1000), f"num_nonfinite/{name}": np.zeros(1000)}
-        counts = rng.poisson(100.0, (100, 64)).astype(np.float64)
+        counts = np.zeros((100, NUM_BINS))
+        counts[:, 60:200] = rng.poisson(100.0, (100, 140))
         histograms[name] = HistogramSeries(rows[::10], -norm[::10], norm[::10], counts)
     page = render_page(small_history(steps=rows, values=values, histograms=histograms))
     assert len(page) < 15_000_000

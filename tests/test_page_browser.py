@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import BROKEN, write_fake_run
+from fake_run import BROKEN, INCIDENTS, write_fake_run
 
-from wandb_gradwatch._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
-from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedAlert, RecordedTable, RunHistory
+from wandb_gradwatch._judgement.incident import Incident, Layer
+from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
+from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedTable, RunHistory, Samples
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
 from wandb_gradwatch._page.serve import PageServer
@@ -154,8 +156,11 @@ def test_every_picture_is_drawn_and_nothing_is_wider_than_the_window(
         assert colours(page, f"#{card} canvas") > 3, card
         assert page.locator(f"#{card} .words p").count() == 2, f"{card} lacks its words"
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.locator(".alert strong").all_inner_texts() == ["NaN gradient", "Exploding gradient"]
-    assert page.locator(".verdict").inner_text().startswith("Broke at step 260: the learning rate is too high; ")
+    assert page.locator(".incident strong").all_inner_texts() == [one.headline for one in INCIDENTS]
+    assert page.locator(".verdict").text_content() == history.verdict.sentence + "."
+    assert page.locator(".tile", has_text="Incidents").inner_text().split("\n")[1:] == [
+        *("2", "first: Exploding gradient, step 260")
+    ]
 
 
 def test_a_blank_canvas_would_be_noticed(show: Opener, history: RunHistory) -> None:
@@ -514,36 +519,38 @@ def test_the_distribution_of_another_layer(show: Opener, history: RunHistory) ->
     assert page.locator("#histogram .tooltip").inner_text().startswith("blocks.5.mlp.fc.weight")
 
 
-def histograms_of(counts: list[list[float]]) -> RunHistory:
-    """Histograms of one layer between -1 and 1, every ten steps."""
-    series = HistogramSeries(
-        np.arange(10, 10 * len(counts) + 1, 10), -np.ones(len(counts)), np.ones(len(counts)), np.array(counts)
-    )
-    rows = np.ones(len(counts))
+def histograms_of(*columns: list[float]) -> RunHistory:
+    """Histograms of these elements of one layer, every ten steps."""
+    counts = np.stack([np.bincount(bins_of(np.array(one)), minlength=NUM_BINS) for one in columns])
+    low, high = (np.array([end(one) for one in columns]) for end in (min, max))
+    series = HistogramSeries(np.arange(10, 10 * len(columns) + 1, 10), low, high, counts)
+    rows = np.ones(len(columns))
     values = {"gradwatch/grad_norm": rows, "grad_norm/a": rows}
     return run_of(values, series.steps, histograms={"a": series})
 
 
 def test_a_distribution_has_sizes_percentiles_and_a_cross_section(show: Opener, tmp_path: Path) -> None:
-    # Five bins of 0.4: sizes below 0.2 are in the middle one, where they cannot be told apart. Of |g|, 20 % lie there,
-    # 40 % between 0.2 and 0.6, 40 % between 0.6 and 1: evenly, so half of all are below 0.5 and 99 % below 0.99.
-    even, small = [20.0, 20, 20, 20, 20], [0.0, 0, 100, 0, 0]
-    page = show(histograms_of([even, even, small]))
+    # Of |g| 40 % are 0, 40 % lie in the bin from 0.5 to 0.75 and 20 % in that from 1 to 1.5: the median lies a quarter
+    # of the way in the first, the 75th percentile 0.35 / 0.4 of it, and the 99th 0.95 of the way in the second.
+    even = [0.0] * 4 + [0.5, 0.6, 0.7, 0.7499] + [-1.0, -1.4999]
+    page = show(histograms_of(even, even, [0.0]))
     head, first, _, last = table_of(saved(page, "histogram", "CSV", tmp_path)[1])
     assert head == ["step", *(f"{name} of |g|" for name in ("99th percentile", "75th", "median", "25th"))]
     # Shares are kept as bytes of their roots: half a step is 0.4 % of them.
-    assert [float(cell) for cell in first] == pytest.approx([10, 0.99, 0.75, 0.5, 0.25], rel=0.01)
+    assert [float(cell) for cell in first[:4]] == pytest.approx([10, 1.475, 0.7187, 0.5625], rel=0.01)
+    assert first[4] == ""
     assert last == ["30", "", "", "", ""]
     assert page.locator("#histogram .legend-entry").all_inner_texts() == [
-        "missing, or smaller than the bins tell apart",
-        *("99th percentile", "75th", "median", "25th", "above 0", "below 0"),
+        *("99th percentile", "75th", "median", "25th", "above 0", "below 0")
     ]
     before = pixels(page, "#histogram .overlay")
     hover(page, "#norm .u-over", 0.6, 0.5)  # the cross-section follows a pointer in any picture
     assert page.locator("#histogram .overlay").evaluate("canvas => canvas.toDataURL()") != before
     hover(page, "#histogram .frame canvas", 0.3, 0.5)
     lines = page.locator("#histogram .tooltip").inner_text().split("\n")
-    assert lines[3] == "99th percentile 0.99, 75th 0.75, median 0.5"
+    assert lines[3].startswith("99th percentile 1.4")
+    assert lines[3].endswith(", 40 % are 0")
+    assert lines[4] == "from -1.5 to 0.75"
     assert "of the elements larger than" in lines[2]
     with repainted(page, "#histogram .frame canvas"):
         page.get_by_role("button", name="g, with its sign").click()
@@ -551,31 +558,116 @@ def test_a_distribution_has_sizes_percentiles_and_a_cross_section(show: Opener, 
     assert "of the elements above" in page.locator("#histogram .tooltip").inner_text()
 
 
-@pytest.mark.parametrize("limits", [(0.0, 0.0), (2.0, 3.0), (-3.0, -2.0), (0.0, 1.0), (-1.0, 3.0)])
-def test_histograms_of_one_sign_or_of_zeros_alone_are_drawn(show: Opener, limits: tuple[float, float]) -> None:
-    low, high = (np.full(2, limit) for limit in limits)
-    series = HistogramSeries(np.array([10, 20]), low, high, np.ones((2, 5)))
-    values = {"gradwatch/grad_norm": np.ones(2), "grad_norm/a": np.ones(2)}
-    page = show(run_of(values, histograms={"a": series}))
-    hover(page, "#histogram .frame canvas", 0.5, 0.2)
-    median = page.locator("#histogram .tooltip").inner_text().split("median ")[1].split("\n")[0]
-    # Even between the limits: the median is the middle where there is one sign, 1 where a quarter is below 0.
-    expected = {(0.0, 0.0): "–", (2.0, 3.0): "2.5", (-3.0, -2.0): "2.5", (0.0, 1.0): "0.5", (-1.0, 3.0): "1"}
-    assert median == expected[limits]
+@pytest.mark.parametrize(
+    ("elements", "median"),
+    [
+        ([0.0], "–"),
+        ([2.0], "2"),
+        ([-2.0, -2.5], "2.25"),  # evenly from 2 to 2.5, as the bin's other elements are beyond the extremes
+        ([1e30, 1e30], "1.00e30"),  # in the open bin
+        ([1e-30], "1.00e-30"),
+    ],
+)
+def test_histograms_of_one_sign_or_of_zeros_alone_are_drawn(show: Opener, elements: list[float], median: str) -> None:
+    page = show(histograms_of(elements, elements))
+    for button in ("log |g|", "g, with its sign"):
+        page.get_by_role("button", name=button).click()
+        hover(page, "#histogram .frame canvas", 0.5, 0.2)
+        shown = page.locator("#histogram .tooltip").inner_text()
+        assert shown.split("median ")[1].split("\n")[0].split(",")[0] == median
 
 
-def test_the_first_bad_operation_stands_below_its_alert(show: Opener, history: RunHistory) -> None:
-    found = (
-        f"{FOUND_PREFIX}aten.log in blocks.0, model.py:87, made 1 NaN of 4 (at (0,)).\nIt read 4 of float32, -1 to 1."
+def test_a_distribution_is_as_smooth_as_its_elements(show: Opener) -> None:
+    """Bins that are shared out anew, as those of a W&B histogram, make stairs and dents where there are none."""
+    rng = np.random.default_rng(0)
+    page = show(histograms_of(rng.standard_normal(200_000).tolist()))
+    # Darkness from the top to the bottom of the first column: it rises to the fullest size, and falls after it.
+    dark = page.locator("#histogram .frame canvas").first.evaluate(
+        "canvas => { const { data, width } = canvas.getContext('2d').getImageData(62, 20, canvas.width - 260, 250);"
+        "const column = Array.from({ length: width }, (_, x) => x).find((x) => data[4 * (width * 125 + x) + 3] > 0);"
+        "return Array.from({ length: 250 }, (_, y) => 765 - [0, 1, 2].reduce((sum, part) =>"
+        "  sum + data[4 * (width * y + column) + part], 0)); }"
     )
-    alert = RecordedAlert("NaN gradient", f"Step 10: NaN.\n{CAUSE_PREFIX}{found}", "ERROR", 10)
-    page = show(replace(history, alerts=(alert,)))
-    assert page.locator(".alert p").inner_text().endswith("found by running the step again.")
-    assert page.locator(".finding dt").all_inner_texts() == ["Operation", "Module", "Line", "Made", "Read"]
-    assert page.locator(".finding dd").all_inner_texts()[:3] == ["aten.log", "blocks.0", "model.py:87"]
+    steps = np.diff(dark)
+    fullest = int(np.argmax(dark))
+    assert 20 < fullest < 230
+    assert (steps[:fullest] >= -6).all()
+    assert (steps[fullest:] <= 6).all()
+    assert np.abs(steps).max() < 40
 
 
-def test_an_alert_leads_to_its_step(show: Opener, history: RunHistory) -> None:
+FULL = Incident(
+    *("exploding_gradient", "Exploding gradient", "WARN", 120, 121, 140, "the norm is 12 times the usual one"),
+    unmeasured_from=111,
+    cause="learning_rate",
+    cause_text="learning rate too high",
+    rival="bad_batch",
+    rival_text="one bad batch",
+    evidence="it rose tenfold at step 119",
+    advice="lower it",
+    remedy="look at its schedule",
+    layers=(Layer("head.weight", 7.5, 0.5), Layer(BROKEN, 3.0), Layer("of.another.model", 2.0)),
+    values={"loss": 2.5},
+    rank=3,
+)
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_an_incident_is_told_with_its_parts(show: Opener, history: RunHistory, width: int) -> None:
+    page = show(replace(history, incidents=(FULL,)), width=width)
+    card = page.locator(".incident")
+    assert card.locator("strong").inner_text() == "Step 120: learning rate too high, or one bad batch. Lower it."
+    assert card.locator(".level").inner_text() == "WARN"
+    assert "seen until step 140, on rank 3" in card.locator(".links").inner_text()
+    assert card.locator("dt").all_inner_texts() == ["Seen", "Not measured", "Layers", "Cause", "Evidence", "Remedy"]
+    told = card.locator("dd").all_text_contents()
+    assert told[:2] == [FULL.fact, "steps 111–119, in which it may have begun"]
+    assert told[3:] == ["learning rate too high, or one bad batch", FULL.evidence, FULL.remedy]
+    assert [row.split("\t") for row in card.locator("tr").all_inner_texts()] == [
+        *(
+            ["layer", "value", "usual"],
+            ["head.weight", "7.5", "0.5"],
+            [BROKEN, "3", "–"],
+            ["of.another.model", "2", "–"],
+        )
+    ]
+    layers = card.locator(".scroll")
+    assert layers.evaluate("node => node.scrollWidth <= node.clientWidth")  # numbers are in sight
+    card.get_by_role("button", name="show 2 layers").click()
+    assert page.locator("#lines .legend-label").all_inner_texts() == ["head.weight", BROKEN]
+
+
+def test_an_incident_of_which_little_is_known_says_no_more(show: Opener, history: RunHistory) -> None:
+    known = Incident("mine", "My rule", "INFO", 7, 7, 7, "", recovered_step=9)
+    page = show(replace(history, incidents=(known,)))
+    assert page.locator(".incident .links").inner_text().split("\n") == [
+        *("INFO", "zoom to step 7", "last seen at step 7, usual again at step 9", "copy as text", "copy as JSON")
+    ]
+    assert page.locator(".incident :is(dt, .around)").count() == 0
+
+
+def test_an_incident_is_copied_as_text_and_as_json(show: Opener, history: RunHistory) -> None:
+    page = show(replace(history, incidents=(FULL,)))
+    copied = "new Promise((done) => (navigator.clipboard.writeText = async (text) => done(text)))"
+    for kind in ("text", "JSON"):
+        page.evaluate(f"window.copied = {copied}, undefined")
+        page.get_by_role("button", name=f"copy as {kind}").click()
+        text = page.evaluate("window.copied")
+        page.get_by_role("button", name=f"copied as {kind}").wait_for()
+        if kind == "text":
+            assert text == FULL.text
+        else:
+            assert Incident.from_dict(json.loads(text)).to_dict() == FULL.to_dict()
+
+
+def test_a_browser_that_refuses_to_copy_says_so(show: Opener, history: RunHistory) -> None:
+    page = show(replace(history, incidents=(FULL,)))
+    page.evaluate("() => { navigator.clipboard.writeText = async () => { throw new Error('refused'); }; }")
+    page.get_by_role("button", name="copy as text").click()
+    page.get_by_role("button", name="the browser refuses to copy").wait_for()
+
+
+def test_an_incident_leads_to_its_step(show: Opener, history: RunHistory) -> None:
     page = show(history)
     with repainted(page, "#norm canvas"):
         page.get_by_role("button", name="step 265").click()
@@ -584,17 +676,20 @@ def test_an_alert_leads_to_its_step(show: Opener, history: RunHistory) -> None:
     assert high - low < 100
 
 
-def test_a_click_on_a_flag_opens_the_recorded_steps_around_its_alert(show: Opener, history: RunHistory) -> None:
-    page = show(history)  # the recorder holds steps 261 to 270; the NaN of 265 is the first alert, as it is an error
-    flag = page.locator("#norm canvas").first.evaluate(
-        "canvas => { const flag = canvas.flags[0]; const bounds = canvas.getBoundingClientRect();"
-        "return [bounds.left + flag.left + 3, bounds.top + flag.top + 5, flag.first] }"
-    )
-    assert flag[2] == 1
+def test_a_click_on_a_flag_opens_the_recorded_steps_around_its_incident(show: Opener, history: RunHistory) -> None:
+    page = show(history)  # the recorder holds steps 261 to 270
+    numbers = "canvas => canvas.flags.map((flag) => flag.first)"
+    assert page.locator("#norm canvas").first.evaluate(numbers) == [1]  # one flag for both incidents
+    with repainted(page, "#norm canvas"):
+        page.get_by_role("button", name="step 265").click()
+    assert page.locator("#norm canvas").first.evaluate(numbers) == [1, 2]
     page.locator("#norm").scroll_into_view_if_needed()
-    moved = page.evaluate("scrollY")
-    page.mouse.click(flag[0], flag[1] - moved)
-    around = page.locator(".alert").first.locator(".around")
+    flag = page.locator("#norm canvas").first.evaluate(
+        "canvas => { const bounds = canvas.getBoundingClientRect();"
+        "return [bounds.left + canvas.flags[1].left + 3, bounds.top + canvas.flags[1].top + 5] }"
+    )
+    page.mouse.click(*flag)
+    around = page.locator(".incident").last.locator(".around")
     around.locator("tbody tr").first.wait_for()
     steps = around.locator("thead th").all_inner_texts()
     assert steps == ["gradient norm at step", *map(str, range(261, 270))]
@@ -602,15 +697,30 @@ def test_a_click_on_a_flag_opens_the_recorded_steps_around_its_alert(show: Opene
     assert rows[0][0] == BROKEN
     assert rows[0][5] == "12 NaN or Inf"
     assert len(rows) == 12
-    assert page.locator(".alert").last.locator(".around").count() == 0  # step 260 was not recorded
+    assert page.locator(".incident").first.locator(".around").count() == 0  # step 260 was not recorded
 
 
-def test_an_alert_leads_to_its_layers(show: Opener, history: RunHistory) -> None:
-    page = show(history)
-    page.get_by_role("button", name="show its 3 layers").click()
-    assert page.locator("#lines .legend-label").all_inner_texts() == [
-        *("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "head.weight")
-    ]
+# The pixels of a chart between two of the steps 1 to 100.
+PIXELS_BETWEEN = """(canvas, [from, to]) => {
+  const over = canvas.parentElement.querySelector(".u-over");
+  const [x0, x1] = [from, to].map((step) => Math.round(over.offsetLeft + ((step - 0.5) / 100) * over.clientWidth));
+  return [...canvas.getContext("2d").getImageData(x0, over.offsetTop, x1 - x0, over.clientHeight).data].join();
+}"""
+
+
+@pytest.mark.parametrize(("recovered", "changes"), [(None, [False, True, False, True, False]), (60, [0, 1, 0, 0, 0])])
+def test_an_incident_colours_the_measured_steps_at_which_it_was_there(
+    show: Opener, recovered: int | None, changes: list[bool]
+) -> None:
+    measured = np.r_[1:31, 61:101]
+    run = run_of({"gradwatch/grad_norm": np.ones(2)}, [30, 100], listed=Samples(measured, np.ones(70), 0 * measured))
+    there = Incident("mine", "My rule", "ERROR", 10, 10, 80, "a fact", recovered_step=recovered)
+    places = [(1, 9), (11, 30), (32, 59), (62, 80), (82, 99)]
+    before, after = (
+        [show(one).locator("#norm canvas").first.evaluate(PIXELS_BETWEEN, place) for place in places]
+        for one in (run, replace(run, incidents=(there,)))
+    )
+    assert [one != other for one, other in zip(before, after, strict=True)] == [bool(one) for one in changes]
 
 
 def test_the_theme_button_repaints_everything(show: Opener, history: RunHistory) -> None:
@@ -753,7 +863,15 @@ def test_hostile_names_stay_text(show: Opener) -> None:
     more = {
         **dict.fromkeys(("run_id", "name", "project"), HOSTILE),
         "own": {f"{HOSTILE}{place}": OwnSeries(np.array([1.0, 2.0]), np.ones(2)) for place in range(2)},
-        "alerts": (RecordedAlert(HOSTILE, HOSTILE, HOSTILE, 10),),
+        "incidents": (
+            Incident(
+                *(HOSTILE, HOSTILE, "WARN", 10, 10, 10, HOSTILE),
+                cause_text=HOSTILE,
+                evidence=HOSTILE,
+                remedy=HOSTILE,
+                layers=(Layer(HOSTILE, 1.0),),
+            ),
+        ),
         "flight_recorder": RecordedTable([HOSTILE], [[HOSTILE]]),
         "notes": (HOSTILE,),
     }
@@ -761,7 +879,15 @@ def test_hostile_names_stay_text(show: Opener) -> None:
     shown = HOSTILE.replace("\u202e", "‹U+202E›")
     hover(page, "#layers .frame canvas", 0.7, 0.4)
     assert page.locator("#layers .tooltip .strong").inner_text() == shown.replace("/", ".")  # as a layer is spelled
-    for selector in ("h1", ".note", ".alert strong", ".alert p", "#recorder td", "#own .legend-label"):
+    for selector in (
+        "h1",
+        ".note",
+        ".incident strong",
+        ".incident dd",
+        ".incident td",
+        "#recorder td",
+        "#own .legend-label",
+    ):
         assert shown in page.locator(selector).first.inner_text(), selector
     assert page.locator(".picker-list label").get_attribute("title") == shown.replace("/", ".")
     assert "bold" in line_labels(page, "activation")[0]

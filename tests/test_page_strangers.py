@@ -276,8 +276,8 @@ ODD_VALUES = (
     *("-", "Nope", "1e5x", "--1", "0x10", "[", "{", "NaN", "-Infinity", "1e999", "-5", "2.5", "null", "true", '"x"'),
     *("1" * 5000, "[" * 100_000, '{"a":' * 100_000, '{"' + "k" * 5000 + '":1}', '{"_type":"table-file","path":5}'),
     '{"_type":"histogram","bins":"x","values":[1]}',
-    f'{{"_type":"histogram","bins":{[float(i) for i in range(66)]},"values":{[1e308] * 65}}}',
-    f'{{"_type":"histogram","bins":{["9" * 5000]},"values":[-1]}}',
+    *('[["gradients/head/weight"]]', '[["gradients/head/weight",-Infinity,NaN,1e999,-1e999]]'),
+    f'[["gradients/head/weight",1,-1,{"9" * 400}],["gradients/head/weight",-1e300,1e300,{"9" * 300},1]]',
 )
 ODD_KEYS = (
     "_step",
@@ -286,6 +286,7 @@ ODD_KEYS = (
     "grad_norm/head/weight",
     "loss",
     "gradients/head/weight",
+    "gradwatch/histograms",
     "k" * 3000,
 )
 
@@ -360,9 +361,9 @@ def test_few_rates_are_tried_however_large_the_steps_are(monkeypatch: pytest.Mon
 
 def test_histograms_of_any_number_of_names_are_thinned_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MAX_STORED", 100)
-    collector, edges, counts = packing.HistogramCollector(), list(range(66)), [1] * 65
+    collector = packing.HistogramCollector()
     for name in range(1000):
-        collector.add(("", str(name)), 1, edges, counts)
+        collector.add(1, [[f"gradients/{name}", -1.0, 1.0, 5.0]])
     assert len(collector.series()[""]) == 50  # with more, each name's only histogram would be thinned again and again
     assert collector._stride == 1
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import wandb
 from hypothesis import given
 from hypothesis import strategies as st
 from windows import window
 
+from wandb_gradwatch._page.read import RunReader
+from wandb_gradwatch.sinks import _history_row
 from wandb_gradwatch.sinks._history_row import HALF_BINS, NUM_LOGGED_BINS, HistoryRow, Rebinner
-from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.snapshot import Snapshot, keys
 
 
 def drawn(snapshot: Snapshot, rebinner: Rebinner | None = None) -> dict[str, tuple[list[int], list[float]]]:
@@ -121,3 +126,27 @@ def test_without_known_extremes_the_open_bins_still_have_a_place() -> None:
     counts, edges = drawn(unknown)["gradients/a"]
     assert sum(counts) == 3
     assert all(math.isfinite(edge) for edge in edges)
+
+
+@pytest.mark.parametrize("namespace", ["", "critic"])
+@pytest.mark.parametrize("most", [10_000_000, 10_000])
+def test_the_page_gets_the_counts_themselves(most: int, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_history_row, "MAX_ROW_BYTES", most)
+    gradients = {f"layer.{place}": [2.0**place, -1e-3 * place, 0.0] for place in range(20)}
+    snapshot = window(gradients | {"frozen": None}, histogram=True)
+    parts = HistoryRow.of(snapshot, rebinner=Rebinner(), namespace=namespace).parts()
+    assert (len(parts) > 1) == (most == 10_000)
+    lists = [key for part in parts for key in part if keys.holds_histograms(key)]
+    assert lists[0] == keys.in_namespace(keys.HISTOGRAMS, namespace)
+    assert len(set(lists)) == len(lists)  # W&B may store the parts in one row
+    reader = RunReader(Path("run-x.wandb"))
+    for part in parts:
+        plain = {key: value for key, value in part.items() if not isinstance(value, wandb.Histogram)}
+        assert len(json.dumps(plain)) <= most
+        reader.take_row(json.loads(json.dumps(plain), parse_int=float))
+    found = reader.history().histograms
+    assert list(found) == [name.replace(".", "/") for name in gradients]
+    assert snapshot.histogram is not None
+    for series, counts, values in zip(found.values(), snapshot.histogram, gradients.values(), strict=False):
+        np.testing.assert_array_equal(series.counts, [counts])
+        np.testing.assert_allclose([series.low[0], series.high[0]], [min(values), max(values)], rtol=1e-5)

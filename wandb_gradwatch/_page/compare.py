@@ -14,7 +14,7 @@ from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
 from .history import LAYER_NAMES, OwnSeries, RunHistory, Samples, flat, intervals
 from .packing import Blob, picture_width, pool, pool_extremes, pool_steps, thinned_samples
-from .payload import MAX_POINTS, by_role, describe_run, own_role, pack_measured
+from .payload import MAX_POINTS, by_role, describe_run, describe_verdict, own_role, pack_measured
 from .redaction import redacted
 
 # P layers that both runs have, G windows in the steps of both runs
@@ -213,7 +213,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
     content = {
         "run": {"id": "+".join(one.run_id for one in histories), "name": " and ".join(lettered)},
         "notes": [f"{letter}: {note}" for letter, history in lettered.items() for note in history.notes],
-        "alerts": [],
+        "incidents": [],  # those of several runs would cover each other
         "steps": sorted({step for one in histories for step in one.samples.steps[[0, -1]].tolist() if len(one.steps)}),
         "axes": [],  # other axes, such as time, differ between runs
         "own": {"axes": [], "items": []},
@@ -222,7 +222,8 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
             {
                 "letter": letter,
                 **describe_run(history),
-                "verdict": history.verdict.to_dict(),
+                "verdict": describe_verdict(history.verdict),
+                "incidents": [one.headline for one in sorted(history.incidents, key=lambda one: one.first_step)[:1]],
                 "numLayers": len(history.names),
                 "lastStep": int(history.steps[-1]) if len(history.steps) else None,
             }

@@ -15,7 +15,7 @@ from .._judgement.verdict import Verdict, verdict_of
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
 
-# R rows (flushes) of the run, P watched names, H histograms of one name, B bins of a stored histogram
+# R rows (flushes) of the run, P watched names, H histograms of one name, B bins of a histogram
 
 MAX_KEY: Final = 1_000  # characters
 MAX_DEPTH: Final = 50  # of modules within modules
@@ -65,12 +65,12 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class HistogramSeries:
-    """Histograms of one name over time; the bins of each have equal width between its own limits."""
+    """Histograms of one name over time, in the mergeable bins of columns.histogram_edges."""
 
     steps: IntArray  # [H]
-    low: FloatArray  # [H] the lower limit
-    high: FloatArray  # [H] the upper limit
-    counts: FloatArray  # [H, B] number of elements in each bin
+    low: FloatArray  # [H] the smallest element; NaN if unknown
+    high: FloatArray  # [H] the largest element; NaN if unknown
+    counts: NDArray[np.float32]  # [H, B] number of elements in each bin
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .._measure.columns import FloatArray, IntArray
+from .._measure.columns import NUM_BINS, ZERO_BIN, FloatArray, IntArray, magnitude_edges
 from ..snapshot import keys
-from .history import HistogramSeries, Samples
+from .history import MAX_KEY, HistogramSeries, Samples
 
 # R rows of the run, P names, W columns of a picture, H histograms of one name, B bins
 
@@ -36,9 +36,8 @@ _COUNTS: Final = frozenset(
 MAX_KEPT_CELLS: Final = 40_000_000  # rows x keys: 320 MB
 MAX_OWN_VALUES: Final = 8_000_000  # of all keys together: 128 MB
 MIN_OWN_VALUES: Final = 1_000  # of one key, even if there are many keys
-NUM_LOGGED_BINS: Final = 65  # of a histogram in our rows, with zero in the middle bin
 MAX_SAMPLES: Final = 1_000_000  # 24 MB
-MAX_STORED: Final = 100_000  # histograms over all names: about 70 MB
+MAX_STORED: Final = 50_000  # histograms over all names: about 65 MB
 
 
 class Blob:
@@ -97,20 +96,32 @@ def quantise(values: FloatArray, *, signed: bool) -> tuple[npt.NDArray[np.uint16
 def pack_histograms(
     histograms: Mapping[str, HistogramSeries], names: list[str], max_bytes: int, blob: Blob
 ) -> dict[str, Any]:
-    """Thin each name's histograms to a common budget; pack limits as float32, shares as bytes of their square root."""
+    """Thin each name's histograms to a common budget; pack extremes as float32, shares as bytes of their square root.
+
+    Bins of sizes that no histogram has are left out, on both sides of zero; of those near zero, one bin is left.
+    """
     series = [(index, histograms[name]) for index, name in enumerate(names) if name in histograms]
-    bins = series[0][1].counts.shape[1] if series else 0
+    filled_B = np.zeros(NUM_BINS, dtype=bool)
+    for _, one in series:
+        filled_B |= (one.counts > 0).any(axis=0)
+    filled = np.abs(np.flatnonzero(filled_B) - ZERO_BIN)  # 1: the bin of the smallest sizes
+    last = int(filled.max(initial=1))
+    first = max(int(filled[filled > 0].min(initial=last)) - 1, 1)
+    outwards = np.arange(first, last + 1)
+    bins = ZERO_BIN + np.concatenate([-outwards[::-1], [0], outwards])
     items = []
     for index, one in series:
-        stride = pool_width(len(one.steps), max(8, max_bytes // (bins * len(series))))
+        stride = pool_width(len(one.steps), max(8, max_bytes // (len(bins) * len(series))))
         kept = slice((len(one.steps) - 1) % stride, None, stride)  # always includes the last one
-        total = one.counts[kept].sum(axis=1, keepdims=True)
-        share = one.counts[kept] / np.maximum(total, 1)  # counts are whole
-        limits = blob.add_floats(np.concatenate([one.low[kept], one.high[kept]]))
+        counts = one.counts[kept][:, bins].astype(np.float64)
+        share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)  # counts are whole
+        extremes = blob.add_floats(np.concatenate([one.low[kept], one.high[kept]]))
         shares = blob.add(np.rint(255 * np.sqrt(share)).astype(np.uint8).tobytes())
         steps = one.steps[kept].tolist()
-        items.append({"name": index, "total": len(one.steps), "steps": steps, "limits": limits, "shares": shares})
-    return {"bins": bins, "items": items}
+        items.append({"name": index, "total": len(one.steps), "steps": steps, "extremes": extremes, "shares": shares})
+    edges = magnitude_edges()[first : last + 1]
+    edges = np.minimum(edges, 2 * magnitude_edges()[-2])  # the last bin may be open
+    return {"edges": [0.0, *edges.tolist()], "items": items}
 
 
 def pool_width(num_rows: int, max_columns: int) -> int:
@@ -319,23 +330,35 @@ class HistogramCollector:
     def __init__(self) -> None:
         self._stride = 1
         self._seen: Counter[tuple[str, str]] = Counter()
-        # By family and name, as from keys.split_histogram: step, lower and upper limit, counts.
-        self._kept: dict[tuple[str, str], list[tuple[int, float, float, FloatArray]]] = {}
+        # By family and name, as from keys.split_histogram: step, smallest and largest element, counts.
+        self._kept: dict[tuple[str, str], list[tuple[int, float, float, npt.NDArray[np.float32]]]] = {}
         self._num_kept = 0
 
-    def add(self, name: tuple[str, str], step: int, edges: object, counts: object) -> None:
-        """Add one histogram in W&B's format; it is ignored if it has not the bins of our rows."""
+    def add(self, step: int, listed: object) -> int:
+        """Add the list of a row, see keys.HISTOGRAMS; return how many of its entries are not ours and are left out."""
+        entries = listed if isinstance(listed, list) else [listed]
+        return sum(not self._add_entry(step, entry) for entry in entries)
+
+    def _add_entry(self, step: int, entry: object) -> bool:
+        """Add one entry, unless it is to be thinned; return whether it is one of ours."""
+        if not (isinstance(entry, list) and len(entry) > 3 and isinstance(entry[0], str) and len(entry[0]) <= MAX_KEY):
+            return False
+        key, low, high, *runs = entry
+        name, counts = keys.split_histogram(key), counts_of(runs)
+        if name is None or counts is None:
+            return False
         if name not in self._seen and len(self._seen) >= MAX_STORED // 2:
-            return  # with more names, dropping every second histogram of each would not make room
+            return True  # with more names, dropping every second histogram of each would not make room
         self._seen[name] += 1
-        if (self._seen[name] - 1) % self._stride or (checked := limits_and_counts(edges, counts)) is None:
-            return
-        self._kept.setdefault(name, []).append((step, *checked))
+        if (self._seen[name] - 1) % self._stride:
+            return True
+        self._kept.setdefault(name, []).append((step, number_of(low), number_of(high), counts))
         self._num_kept += 1
         if self._num_kept > MAX_STORED:
             self._stride *= 2
             self._kept = {kept: stored[::2] for kept, stored in self._kept.items()}
             self._num_kept = sum(map(len, self._kept.values()))
+        return True
 
     def series(self) -> dict[str, dict[str, HistogramSeries]]:
         """Return the histograms by family and name, sorted by step."""
@@ -346,14 +369,23 @@ class HistogramCollector:
         return found
 
 
-def limits_and_counts(edges: object, counts: object) -> tuple[float, float, FloatArray] | None:
-    """Return a histogram's limits and counts [B]; None if it is not ours: wandb.watch uses the same keys."""
+def counts_of(runs: list[object]) -> npt.NDArray[np.float32] | None:
+    """Return the counts [B] that an entry of keys.HISTOGRAMS lists; None if it cannot be one.
+
+    Example:
+        >>> counts = counts_of([-127, 5, 2])
+        >>> counts[126:130].tolist()
+        [0.0, 5.0, 2.0, 0.0]
+    """
     try:
-        edge, count = np.asarray(edges, dtype=np.float64), np.asarray(counts, dtype=np.float64)
+        run = np.asarray(runs, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         return None
-    if edge.shape != (NUM_LOGGED_BINS + 1,) or count.shape != (NUM_LOGGED_BINS,):
+    if run.ndim != 1 or not (np.abs(run) < 2**53).all() or (run % 1).any():
         return None
-    with np.errstate(over="ignore"):
-        is_valid = np.isfinite([*edge, count.sum()]).all() and (count >= 0).all()
-    return (float(edge[0]), float(edge[-1]), count) if is_valid else None
+    end = np.cumsum(np.where(run < 0, -run, 1))  # the bin after each number's
+    if not 0 < end[-1] <= NUM_BINS:
+        return None
+    counts = np.zeros(NUM_BINS, dtype=np.float32)
+    counts[end[run >= 0].astype(np.int64) - 1] = run[run >= 0]
+    return counts

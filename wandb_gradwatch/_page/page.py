@@ -28,7 +28,7 @@ LIBRARY_STYLE: Final = "uPlot.min.css"
 # All scripts share one scope, in this order: a file may use earlier files while it loads, and all files later.
 SCRIPTS: Final = (
     *("text.js", "data.js", "theme.js", "view.js", "picture.js", "lines.js", "frame.js", "heatmap.js", "ridges.js"),
-    *("tree.js", "grids.js", "alerts.js", "table.js", "compare.js", "preview.js", "live.js", "main.js"),
+    *("tree.js", "grids.js", "incidents.js", "table.js", "compare.js", "preview.js", "live.js", "main.js"),
 )
 
 

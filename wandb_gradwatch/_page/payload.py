@@ -1,8 +1,7 @@
 """Builds the content of a run's page: small data as JSON, names x steps matrices as packed bytes.
 
-`verdict` is Verdict.to_dict() without its incidents. `incidents` are the Incident.to_dict() of all, with their full
-`text`, in the order in which they were found. `alerts` are what the page lists and flags, the worst first: each
-incident, and the alerts that the user's script sent, folded by title.
+`verdict` has the status and the sentence. `incidents` are in the order in which they were found: the `headline` and the
+full `text` of each, and `told`, which is Incident.to_dict().
 """
 
 import math
@@ -13,11 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from .._judgement.incident import LEVELS, Incident
+from .._judgement.incident import Incident
+from .._judgement.verdict import Verdict
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
 from .columns import OF_WINDOW, columns_of, recorded_values, spread, window_starts
-from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, Samples, natural_order
+from .history import OwnSeries, RecordedTable, RunHistory, Samples, natural_order
 from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width, thinned_samples
 
 # P names, W columns of a picture; limits keep the page small
@@ -55,15 +55,12 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     content = {
         "run": describe_run(history),
         "notes": list(history.notes),
-        "verdict": {key: value for key, value in history.verdict.to_dict().items() if key != "incidents"},
-        "incidents": [incident.to_dict() | {"text": incident.text} for incident in history.incidents],
-        "alerts": _alerts(history),
+        "verdict": describe_verdict(history.verdict),
+        "incidents": [_incident(one) for one in history.incidents],
         "steps": pool_steps(history.steps, points)[1].tolist(),
         "starts": window_starts(history, points).tolist(),
         "measured": pack_measured(history.samples, history.measured, blob),
         "isOneModel": not any(key.endswith("/num_samples") and key != keys.NUM_SAMPLES for key in history.values),
-        "numMeasured": history.num_measured,
-        "numSteps": history.num_steps,
         "pooledPoints": points,
         "axes": other_axes(history),
         "globals": {
@@ -81,36 +78,14 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     return content, blob
 
 
-def _alerts(history: RunHistory) -> list[dict[str, Any]]:
-    """List the incidents, and the alerts of the user's script by title; the worst first, then by their first step."""
-    titles = {incident.title for incident in history.incidents}
-    others: dict[str, list[RecordedAlert]] = {}
-    for alert in history.alerts:
-        if alert.title not in titles:
-            others.setdefault(alert.title, []).append(alert)
-    listed = [*map(_incident, history.incidents), *map(_alert, others.values())]
-    return sorted(listed, key=lambda one: (-_severity(one["level"]), math.inf if one["step"] is None else one["step"]))
+def describe_verdict(verdict: Verdict) -> dict[str, str]:
+    """Return what the page says of the whole run."""
+    return {"status": verdict.status, "sentence": verdict.sentence}
 
 
 def _incident(incident: Incident) -> dict[str, Any]:
-    step, level = incident.first_step, incident.level
-    return {
-        "title": incident.title,
-        "text": incident.text,
-        "level": level,
-        "step": step,
-        "times": [{"step": step, "level": level}],
-    }
-
-
-def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
-    """Fold alerts of one title: the first of the most severe ones in full, and the steps and levels of all."""
-    shown = max(group, key=lambda alert: _severity(alert.level))
-    return vars(shown) | {"times": [{"step": alert.step, "level": alert.level} for alert in group]}
-
-
-def _severity(level: str) -> int:
-    return [*map(str, LEVELS)].index(level) if level in LEVELS else -1
+    """Return an incident as its two texts, and as what Incident.to_dict says of it."""
+    return {"headline": incident.headline, "text": incident.text, "told": incident.to_dict()}
 
 
 def describe_run(history: RunHistory) -> dict[str, Any]:

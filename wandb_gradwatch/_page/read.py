@@ -202,10 +202,9 @@ class RunReader:
             self._last_step = step
             self._rows.add(step, row.get("_timestamp"), ours)
             self._samples.add(row.get(keys.SAMPLES))
-            for key in [key for key, value in row.items() if value == "histogram" and key.endswith("._type")]:
-                stem = key.removesuffix("._type")
-                if (place := keys.split_histogram(stem)) is not None:
-                    self._histograms.add(place, step, row.get(f"{stem}.bins"), row.get(f"{stem}.values"))
+            for key in [key for key in row if keys.holds_histograms(key)]:
+                for _ in range(self._histograms.add(step, row[key])):
+                    self._leave_out(key)
 
     def _values_of(self, history: Any) -> dict[str, Any]:
         """Return the values of a row by key, numbers as float; nested keys are joined by dots."""

@@ -38,6 +38,7 @@ _NUMBER_BYTES: Final = 24  # size of a float and its comma in JSON
 HALF_BINS: Final = 32
 NUM_LOGGED_BINS: Final = 2 * HALF_BINS + 1
 _HISTOGRAM_BYTES: Final = 34 * (NUM_LOGGED_BINS + 1)  # 34: size of an edge and a count up to 10^8 in JSON
+_COUNT_BYTES: Final = 10  # size of a count up to 10^8 and its comma in JSON
 _SHOWN: Final = 0.999
 _STICKY_OCTAVES: Final = 2  # a range is kept until it is too narrow, or more than this many octaves too wide
 _LOWER_EDGES_K: Final = np.arange(NUM_LOGGED_BINS + 1) - HALF_BINS - 0.5  # in bin widths; dyadic, so short in JSON
@@ -281,19 +282,46 @@ class HistoryRow:
         for key, picture in drawn.items():
             # The annotation demands arrays, which wandb.Histogram converts to lists; these are lists already.
             values[key] = wandb.Histogram(np_histogram=picture)  # type: ignore[arg-type]
-        keys_bytes, num_scalars = sum(map(len, values)), len(values) - len(drawn)
-        if keys_bytes + num_scalars * _NUMBER_BYTES + len(drawn) * _HISTOGRAM_BYTES <= MAX_ROW_BYTES:  # the usual case
-            return [values]
+        counted = {key: counted_histogram(key, self.histograms[key]) for key in drawn}
+        lists_key = keys.in_namespace(keys.HISTOGRAMS, self.namespace)
+        size_of = {key: _HISTOGRAM_BYTES + len(key) + _COUNT_BYTES * len(entry) for key, entry in counted.items()}
+        total = sum(map(len, values)) + (len(values) - len(drawn)) * _NUMBER_BYTES + sum(size_of.values())
+        if total <= MAX_ROW_BYTES:  # the usual case
+            return [values | {lists_key: [*counted.values()]} if counted else values]
         parts: list[dict[str, Any]] = []
         filled = MAX_ROW_BYTES
         for key, value in values.items():
-            size = len(key) + (_HISTOGRAM_BYTES if key in drawn else _NUMBER_BYTES)
+            size = len(key) + size_of.get(key, _NUMBER_BYTES)
             filled += size
             if filled > MAX_ROW_BYTES:
                 parts.append({keys.STEP: self.step})
                 filled = size
             parts[-1][key] = value
+            if key in counted:  # every list has a key of its own: parts may become one row of W&B
+                lists = f"{lists_key}/{len(parts) - 1}" if len(parts) > 1 else lists_key
+                parts[-1].setdefault(lists, []).append(counted[key])
         return parts
+
+
+def counted_histogram(key: str, histogram: MetricHistogram) -> list[Any]:
+    """A histogram's entry in the list of keys.HISTOGRAMS.
+
+    Example:
+        Two elements of -1 (in bin 31 of 257), three of 0 and one of 1.5.
+
+        >>> from wandb_gradwatch._measure.columns import bins_of
+        >>> counts = np.bincount(bins_of(np.array([-1, -1, 0, 0, 0, 1.5])))
+        >>> counted_histogram("gradients/a", MetricHistogram(counts, -1.0, 1.5))
+        ['gradients/a', -1.0, 1.5, -31, 2, -96, 3, -97, 1]
+    """
+    extremes = [float(f"{one:.6g}") if math.isfinite(one) else None for one in (histogram.low, histogram.high)]
+    runs: list[int] = []
+    after = 0  # the bin after the last one that is listed
+    for place, count in enumerate(histogram.counts.tolist()):
+        if count:
+            runs += [after - place, count] if place > after else [count]
+            after = place + 1
+    return [key, *extremes, *runs]
 
 
 def _newest(snapshot: Snapshot) -> dict[str, Number]:

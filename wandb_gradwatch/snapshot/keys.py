@@ -25,6 +25,11 @@ NUM_SAMPLES: Final = "gradwatch/num_samples"
 # A list, which W&B stores but does not chart: [step, norm] of each sample, or [step, norm, NaN and Inf elements] where
 # there are any. The norm has six digits, or is null.
 SAMPLES: Final = "gradwatch/samples"
+# A list, too: [key, smallest, largest, counts ...] of each histogram in the row, by its key in the row. The counts are
+# those of the mergeable bins (columns.histogram_edges), where -n stands for n empty bins; empty bins at the end are
+# left out. The extremes are those of the elements, or null. If a row is too large for W&B, further lists follow in
+# HISTOGRAMS/1, HISTOGRAMS/2, ...
+HISTOGRAMS: Final = "gradwatch/histograms"
 
 # 0: no alert, 1: INFO, 2: WARN, 3: ERROR; the worst of the alerts since the last row. A number, for W&B's automations.
 ALERT_LEVEL: Final = "gradwatch/alert_level"
@@ -267,6 +272,17 @@ def split_histogram(key: str) -> tuple[str, str] | None:
         return ("" if family == GRADIENT_HISTOGRAMS else PARAMETER), name
     parts = split_metric(key)
     return parts[:2] if parts is not None and (parts[0], parts[2]) == (ACTIVATION, HISTOGRAM) else None
+
+
+def holds_histograms(key: str) -> bool:
+    """Whether this is HISTOGRAMS, or a list that continues it, in any namespace.
+
+    Example:
+        >>> holds_histograms("gradwatch/histograms"), holds_histograms("gradwatch/model1/histograms/1")
+        (True, True)
+    """
+    name = HISTOGRAMS.removeprefix(PREFIX)
+    return key.startswith(PREFIX) and name in key.split("/")[-2:]
 
 
 def is_ours(key: str) -> bool:

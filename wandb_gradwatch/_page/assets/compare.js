@@ -13,12 +13,13 @@ function runsSection() {
     return [
       element("th", { scope: "row", class: "text" }, swatchEntry(swatch(lineColour(index), "block"), one.letter)),
       text(one.name + (one.name === one.id ? "" : ` (${one.id})`), "prose"),
-      text(one.verdict.text, "prose " + one.verdict.mood),
+      text(one.verdict.sentence, "prose " + MOODS[one.verdict.status]),
+      text(one.incidents[0] ?? "none", "prose"),
       one.lastStep,
       text(layers, "prose"),
     ];
   });
-  const head = ["Run", "Name", "Verdict", "Last step", "Layers"].map((name) => element("th", { scope: "col", class: name === "Last step" ? null : "text" }, name));
+  const head = ["Run", "Name", "Verdict", "First incident", "Last step", "Layers"].map((name) => element("th", { scope: "col", class: name === "Last step" ? null : "text" }, name));
   const settings = content.settings.length
     ? scrolled(table(["Setting", ...content.runs.map((one) => one.letter)], content.settings))
     : element("p", { class: "never" }, "The configurations of the runs are the same.");

@@ -239,15 +239,19 @@ function drawable(values, positiveOnly) {
   return Array.from(values, (value) => (value === undefined || (Number.isFinite(value) && !(positiveOnly && value <= 0)) ? value : null));
 }
 
-function histogramOf(item, bins) {
-  const count = item.steps.length;
-  const limits = float32At(item.limits, 2 * count);
-  // For each column, the shares of elements up to each edge, from 0 to 1; the bytes are roots of the bins' shares.
-  const cumulative = new Float64Array(count * (bins + 1));
-  for (let column = 0; column < count; column++) {
-    const edges = cumulative.subarray(column * (bins + 1), (column + 1) * (bins + 1));
-    for (let bin = 0; bin < bins; bin++) edges[bin + 1] = edges[bin] + arrays[item.shares + column * bins + bin] ** 2;
-    edges.forEach((sum, edge) => (edges[edge] = sum / (edges[bins] || 1)));
-  }
-  return { steps: item.steps, low: limits.subarray(0, count), high: limits.subarray(count), cumulative, bins };
+// The histograms of one name, one for each step: the extremes, where elements end for certain (from, to), the signed edges
+// between these, and the share of elements up to each. `sizes` are the limits of the bins of one sign; the last is open.
+function histogramOf(item, sizes) {
+  const [count, bins, end] = [item.steps.length, 2 * sizes.length - 1, sizes.at(-1)];
+  const extremes = float32At(item.extremes, 2 * count);
+  const outer = [...sizes.slice(0, -1), Infinity];
+  const signed = [...outer.map((size) => -size).reverse(), ...outer]; // the middle bin counts zeros
+  return item.steps.map((_, column) => {
+    const [low, high] = [extremes[column], extremes[column + count]];
+    const [from, to] = [Number.isFinite(low) ? low : -end, Number.isFinite(high) ? high : end];
+    const roots = arrays.subarray(item.shares + column * bins, item.shares + (column + 1) * bins); // of the bins' shares
+    let sum = 0;
+    const sums = Array.from(roots, (root) => (sum += root ** 2));
+    return { low, high, from, to, edges: signed.map((edge) => clamp(edge, from, to)), upTo: [0, ...sums].map((one) => one / (sum || 1)) };
+  });
 }

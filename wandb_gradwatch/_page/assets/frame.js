@@ -82,8 +82,9 @@ class Frame extends Picture {
     const image = context.createImageData(Math.round(across), Math.round(down));
     this.paint(new Uint32Array(image.data.buffer), image.width, image.height);
     context.putImageData(image, Math.round(x), Math.round(y));
-    drawGaps(context, this.scaled(this.box), (step) => this.xOf(step) * ratio, this.measured);
-    drawFlags(context, this.scaled(this.box), (step) => this.xOf(step) * ratio);
+    const positionOf = (step) => this.xOf(step) * ratio;
+    drawGaps(context, this.scaled(this.box), positionOf, this.measured);
+    drawFlags(context, this.scaled(this.box), positionOf, 3 * ratio);
     context.scale(ratio, ratio);
     this.drawAxes(context);
     this.drawOverlay();

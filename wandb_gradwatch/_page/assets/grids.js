@@ -188,7 +188,7 @@ function distributionCard(key, source, what, label) {
   if (source.first !== undefined) select.value = String(source.first);
   queue(() => {
     drawn = new HistogramPicture(picture, controls, source, label, items[Number(select.value)]);
-    picture.append(hint("At the right: how the elements lie at the step under the pointer, else at the last."), note);
+    picture.append(hint("There are two bins per octave, with interpolation between their middles. At the right: the step under the pointer, else the last."), note);
     choose();
   });
   return node;

@@ -160,7 +160,7 @@ class Heatmap extends Frame {
     const place = measured.placeOf(step);
     const isWindow = matrix.ofWindow && first < last;
     const count = lastAtMost(measured.steps, last) - lastAtMost(measured.steps, first - 1);
-    const span = isWindow ? `${stepText(step)} of steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}, ${count.toLocaleString("en-US")} measured` : stepText(step);
+    const span = isWindow ? `${stepText(step)} of steps ${whole(first)}–${whole(last)}, ${whole(count)} measured` : stepText(step);
     const value = matrix.at(name, column);
     const text = Number.isNaN(value) ? (grid.isWhole[column] ? "missing" : "not kept") : matrix.meaning.format(value);
     const lines = [grid.names[name], span, matrix.meaning.long + ": " + text];

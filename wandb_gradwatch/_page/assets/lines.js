@@ -1,4 +1,4 @@
-// A line chart over steps: shared zoom and cursor, alerts as flags, logarithmic or linear, usable by keyboard.
+// A line chart over steps: shared zoom and cursor, incidents as flags, logarithmic or linear, usable by keyboard.
 
 const CHART_FONT = '11px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 // uPlot draws an axis only if it finds the distance of its ticks in a list.

@@ -2,27 +2,22 @@
 
 const waiting = []; // pictures are drawn when their hosts are in the page and have a width
 
-function queue(draw) {
-  waiting.push(draw);
-}
+const queue = (draw) => waiting.push(draw);
 
-function globalSeries(key, label, place, more = {}) {
-  const values = content.globals["gradwatch/" + key];
-  return values === undefined ? [] : [{ label, values, colour: lineColour(place), ...more }];
-}
+const globalValues = (key) => content.globals["gradwatch/" + key];
+const has = (key) => globalValues(key) !== undefined;
+const globalSeries = (key, label, place, more = {}) => (has(key) ? [{ label, values: globalValues(key), colour: lineColour(place), ...more }] : []);
 
-const has = (key) => content.globals["gradwatch/" + key] !== undefined;
+const MOODS = { ok: "good", warn: "careful", error: "bad", unknown: "" }; // by the status of a verdict
 
 function header() {
   const { run: about } = content;
-  const every = Math.round((content.globals["gradwatch/sample_every"] ?? []).at(-1) ?? 1);
   const facts = [
     about.project,
     about.id === about.name ? null : about.id,
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
     about.span && stepRange(...about.span),
     run.layers.names.length ? plural(run.layers.names.length, "layer") : null,
-    hasRows() ? `${content.numMeasured.toLocaleString("en-US")} of ${plural(content.numSteps, "step")} measured${every > 1 ? `, in the end every ${every.toLocaleString("en-US")}th` : ""}` : null,
     plural(about.numFlushes, "flush", "flushes"),
   ].filter(Boolean);
   return element(
@@ -30,13 +25,12 @@ function header() {
     {},
     element("div", { class: "brand" }, "gradwatch"),
     element("h1", {}, about.name, about.finished ? "" : element("span", { class: "pill open" }, "no end record")),
-    hasRows() ? element("p", { class: "verdict " + content.verdict.mood }, content.verdict.text + ".") : null,
+    hasRows() ? element("p", { class: "verdict " + MOODS[content.verdict.status] }, content.verdict.sentence + ".") : null,
     element("p", { class: "facts" }, facts.map((fact) => element("span", {}, fact)), rowAge()),
   );
 }
 
 const hasRows = () => content.steps.length > 0;
-const stepRange = (first, last) => (first === last ? `step ${last.toLocaleString("en-US")}` : `steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}`);
 
 function toolbar() {
   const low = element("input", { type: "number", "aria-label": "First step" });
@@ -62,21 +56,19 @@ function toolbar() {
 }
 
 function tiles() {
-  const known = (key) => (content.globals["gradwatch/" + key] ?? []).filter((value) => value !== null);
+  const known = (key) => (globalValues(key) ?? []).filter((value) => value !== null);
   const last = (key) => known(key).at(-1) ?? null;
   const sum = (key) => known(key).reduce((total, value) => total + value, 0);
   const mean = (key) => (known(key).length ? sum(key) / known(key).length : null);
-  const worst = content.alerts.some((alert) => alert.level === "ERROR") ? "bad" : content.alerts.length ? "careful" : "good";
-  const told = content.alerts.flatMap((alert) => alert.times.map((time) => ({ title: alert.title, ...time })));
-  const first = told.filter((time) => time.step !== null).sort((a, b) => a.step - b.step)[0];
+  const [first] = content.incidents.map(({ told }) => told).sort((a, b) => a.first_step - b.first_step);
   const nonFinite = sum("num_nan") + sum("num_inf");
-  const norm = (content.globals["gradwatch/grad_norm"] ?? []).at(-1); // missing if no element is finite; an earlier row's norm is not used
+  const norm = globalValues("grad_norm")?.at(-1); // missing if no element is finite; an earlier row's norm is not used
   const bad = last("num_nan") + last("num_inf") > 0;
   const ofWhat = bad ? (norm == null ? "no element was finite at the last flush" : "of the finite elements alone, at the last flush") : "at the last flush, before clipping";
   return element(
     "section",
     { class: "tiles", "aria-label": "At a glance" },
-    tile("Alerts", String(content.alerts.length), first ? `first: ${first.title}, step ${first.step.toLocaleString("en-US")}` : "in the steps measured", worst),
+    tile("Incidents", String(content.incidents.length), first ? `first: ${first.title}, ${atStep(first.first_step)}` : "in the steps measured", MOODS[content.verdict.status]),
     has("grad_norm") ? tile("Gradient norm", formatNumber(norm), ofWhat) : null,
     has("clip_ratio") ? tile("Clipped", formatShare(mean("clip_ratio")), "of the steps, on average") : null,
     has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
@@ -118,7 +110,7 @@ const SHARE_OF_STEPS = { ...SHARE, ...SMALL, limits: [0, 1.05] };
 
 function normCard() {
   // The norm of every sample; the norm that the optimizer received is kept for the last sample of each row.
-  const received = content.globals["gradwatch/grad_norm_clipped"];
+  const received = globalValues("grad_norm_clipped");
   const [xs, ...lines] = uPlot.join([[run.measured.steps, run.measured.norms], [content.steps, received ?? content.steps]].map((line) => line.map((values) => Array.from(values))));
   const norms = has("grad_norm") || has("grad_norm_max") ? [{ label: "before clipping", values: lines[0], colour: lineColour(0), width: 2 }] : [];
   if (received) norms.push({ label: "received by the optimizer", values: lines[1], colour: lineColour(2), size: 3 });
@@ -154,7 +146,7 @@ function precisionCard() {
 }
 
 function smallCards() {
-  const isAbove0 = (key) => (content.globals["gradwatch/" + key] ?? []).some((value) => value > 0);
+  const isAbove0 = (key) => globalValues(key)?.some((value) => value > 0);
   const bars = (key, label, place) => globalSeries(key, label, place, { kind: "bars" });
   const scale = globalSeries("grad_scale", "loss scale", 2);
   const skipped = { ...SMALL, caption: false, title: "Skipped steps", none: "No step was skipped.", series: scale.length ? bars("num_skipped_steps", "skipped steps", 3) : [] };
@@ -217,10 +209,10 @@ function spansDecades(values) {
 
 function absent() {
   const missing = [
-    [content.globals["gradwatch/grad_scale"] === undefined, "loss scale (no GradScaler was seen)"],
+    [!has("grad_scale"), "loss scale (no GradScaler was seen)"],
     [content.histograms.items.length === 0, "histograms"],
     [content.flightRecorder === null, "a flight recorder table (it is written when an error is raised)"],
-    [content.globals["gradwatch/overhead_ratio"] === undefined, "overhead"],
+    [!has("overhead_ratio"), "overhead"],
   ].filter(([isMissing]) => isMissing);
   return missing.length ? element("p", { class: "absent" }, "Not in this run: " + missing.map(([, text]) => text).join("; ") + ".") : null;
 }
@@ -238,7 +230,7 @@ function runParts() {
   const parts = [toolbar(), header(), ...content.notes.map((note) => element("p", { class: "note" }, note))];
   if (hasRows()) parts.push(tiles(), ownCard());
   else parts.push(emptyNotice());
-  if (content.alerts.length) parts.push(alertsSection());
+  if (content.incidents.length) parts.push(incidentsSection());
   if (hasRows()) {
     parts.push(normCard());
     if (run.layers.metric) parts.push(layersCard(), linesCard());

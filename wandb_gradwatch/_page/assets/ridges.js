@@ -9,7 +9,7 @@ const PERCENTILES = [
 ];
 
 class HistogramPicture extends Frame {
-  // source: {bins, items, symbol}, and labelOf(item)
+  // source: {edges, items, symbol}, and labelOf(item)
   constructor(host, controls, source, label, item) {
     super(host, label);
     this.source = source;
@@ -21,61 +21,58 @@ class HistogramPicture extends Frame {
 
   choose(item, signed = this.signed) {
     Object.assign(this, { item, signed });
-    this.data = histogramOf(item, this.source.bins);
-    const { low, high } = this.data;
-    Object.assign(this, { measured: run.measured, steps: this.data.steps, last: this.data.steps });
-    this.reach = Array.from(low, (one, column) => Math.max(Math.abs(one), Math.abs(high[column])));
-    // The size below which a column does not distinguish sizes: the limit of the bin around zero.
-    this.finest = Array.from(low, (one, column) => {
-      if (one > 0 || high[column] < 0) return Math.min(Math.abs(one), Math.abs(high[column]));
-      const width = (high[column] - one) / this.source.bins;
-      return Math.max(-one % width, width - (-one % width));
-    });
+    this.columns = histogramOf(item, this.source.edges);
+    Object.assign(this, { measured: run.measured, steps: item.steps, last: item.steps });
+    this.reach = this.columns.map(({ from, to }) => Math.max(-from, to));
     this.percentiles = PERCENTILES.map(({ share }) => item.steps.map((_, column) => this.percentile(column, share)));
     this.onResetY();
     if (this.node) this.outdate();
   }
 
-  // The range of the axis: exponents of sizes, or values. For values, the range that contains nine of ten histograms:
-  // an outlier of a thousand times the usual size would compress everything else into one line.
+  // The range of the axis: exponents of sizes, or values. For values, the range that contains nearly all elements of nine
+  // of ten histograms: an outlier of a thousand times the usual size would compress everything else into one line.
   onResetY() {
-    const reach = this.reach.filter((one) => one > 0).sort((a, b) => a - b);
+    const known = this.signed ? this.steps.map((_, column) => this.percentile(column, 0.999)) : this.reach;
+    const reach = known.filter((one) => one > 0).sort((a, b) => a - b);
     if (this.signed) {
       const limit = reach[Math.floor(0.9 * (reach.length - 1))] ?? 1;
       this.limits = [-1.05 * limit, 1.05 * limit];
       return;
     }
-    const finest = this.finest.filter((one) => one > 0);
     const top = Math.log10(reach.at(-1) ?? 1);
-    this.limits = [Math.min(top - 1, Math.log10(finest.reduce((least, one) => Math.min(least, one), Infinity))), top];
+    // Down to the size below which one of a hundred elements lies that are not 0.
+    const least = this.steps.map((_, column) => this.percentile(column, 0.01 + 0.99 * this.zeros(column)));
+    this.limits = [Math.log10(least.reduce((low, one) => Math.min(low, one || Infinity), 10 ** (top - 1))), top];
   }
 
-  // Return the share of a column's elements up to a value, assuming a uniform density within each bin.
+  // Return the share of a column's elements in the bins from one up to another, counted from the bin of zeros.
+  share(column, from, to) {
+    const [{ upTo }, middle] = [this.columns[column], this.source.edges.length];
+    return upTo[middle + to] - upTo[middle + from - 1];
+  }
+
+  zeros(column) {
+    return this.share(column, 0, 0);
+  }
+
+  // Return the share of a column's elements up to a value; they lie evenly in each bin, between the extremes.
   upTo(column, value) {
-    const { low, high, cumulative, bins } = this.data;
-    if (value >= high[column]) return 1;
-    if (value <= low[column]) return 0;
-    const place = ((value - low[column]) / (high[column] - low[column])) * bins;
-    const bin = Math.min(Math.floor(place), bins - 1);
-    const [below, above] = [cumulative[column * (bins + 1) + bin], cumulative[column * (bins + 1) + bin + 1]];
-    return below + (place - bin) * (above - below);
+    const { edges, upTo, from, to } = this.columns[column];
+    if (value >= to) return 1;
+    return value < from ? 0 : between(edges, upTo, value);
   }
 
-  // Return the share up to a position on the axis; for sizes, of one sign or of both.
-  below(column, place, signs = [1, -1]) {
-    if (this.signed) return this.upTo(column, place);
-    const size = 10 ** place;
-    return signs.reduce((total, sign) => total + Math.abs(this.upTo(column, sign * size) - this.upTo(column, 0)), 0);
+  within(column, size) {
+    return this.upTo(column, size) - this.upTo(column, -size);
   }
 
-  // Return the size that this share of the elements does not exceed; NaN if it lies in the bin around zero.
+  // Return the size that this share of the elements does not exceed; NaN if it is 0.
   percentile(column, share) {
-    const within = (size) => this.upTo(column, size) - this.upTo(column, -size);
-    let [low, high] = [this.finest[column], this.reach[column]];
-    if (!(low > 0) || within(low) > share) return NaN;
-    for (let round = 0; round < 24; round++) {
-      const middle = Math.sqrt(low * high);
-      if (within(middle) < share) low = middle;
+    let [low, high] = [this.source.edges[1], this.reach[column]];
+    if (this.zeros(column) > share || !(high > 0)) return NaN;
+    for (let round = 0; round < 32; round++) {
+      const middle = Math.sqrt(low) * Math.sqrt(high);
+      if (this.within(column, middle) < share) low = middle;
       else high = middle;
     }
     return high;
@@ -85,28 +82,26 @@ class HistogramPicture extends Frame {
     return { height: 320, left: AXIS_WIDTH, side: width < 600 ? 70 : 130 };
   }
 
-  // Return the shares of the elements in `rows` equal parts of the axis, from the top. The elements were counted in two
-  // bins per octave, in each of which the shares are even.
+  // Return the density of the elements at `rows` places of the axis, from the top: that of a bin in its middle, and a
+  // straight line from middle to middle. Bins around zero that are thinner than two rows count as one.
   profile(column, rows, signs) {
     const [bottom, top] = this.limits;
-    if (!this.signed) {
-      return Array.from({ length: rows }, (_, row) => {
-        const octaves = (top - ((row + 0.5) / rows) * (top - bottom)) * Math.log2(10);
-        const [whole, half] = [Math.floor(octaves), Math.log2(1.5)];
-        const [low, high] = octaves - whole < half ? [whole, whole + half] : [whole + half, whole + 1];
-        const [from, to] = [low, high].map((edge) => edge * Math.log10(2));
-        return ((this.below(column, to, signs) - this.below(column, from, signs)) * (top - bottom)) / (rows * (to - from));
-      });
+    const height = (top - bottom) / rows;
+    const sizes = [...this.source.edges.slice(0, -1), Math.max(this.source.edges.at(-1), this.reach[column])];
+    const found = this.signed ? sizes.findIndex((size, bin) => bin > 0 && sizes[bin + 1] - size >= 2 * height) : 1;
+    const inner = found < 0 ? sizes.length - 1 : found;
+    const outer = sizes.slice(inner);
+    const at = (place) => this.share(column, place, place);
+    const sharesOf = (sign) => outer.slice(1).map((_, bin) => at(sign * (inner + bin + 1)));
+    let [edges, shares] = [outer.map(Math.log10), signs.map(sharesOf).reduce((one, other) => one.map((share, bin) => share + other[bin]))];
+    if (this.signed) {
+      outer[0] = Math.max(outer[0], height);
+      edges = [...outer.map((size) => -size).reverse(), ...outer];
+      shares = [...sharesOf(-1).reverse(), this.share(column, -inner, inner), ...sharesOf(1)];
     }
-    const edges = Array.from({ length: rows + 1 }, (_, row) => this.below(column, top - (row / rows) * (top - bottom), signs));
-    return edges.slice(0, -1).map((edge, row) => Math.max(0, edge - edges[row + 1]));
-  }
-
-  // Return the first row, from the top, that lies in the bin around zero.
-  firstUnresolved(column, rows) {
-    if (this.signed) return rows;
-    const [bottom, top] = this.limits;
-    return clamp(Math.ceil(((top - Math.log10(this.finest[column])) / (top - bottom)) * rows), 0, rows);
+    const middles = [edges[0], ...shares.map((_, bin) => (edges[bin] + edges[bin + 1]) / 2), edges.at(-1)];
+    const densities = [0, ...shares.map((share, bin) => share / (edges[bin + 1] - edges[bin])), 0];
+    return Array.from({ length: rows }, (_, row) => between(middles, densities, clamp(top - (row + 0.5) * height, edges[0], edges.at(-1))) || 0);
   }
 
   draw() {
@@ -117,17 +112,12 @@ class HistogramPicture extends Frame {
   paint(pixels, width, height) {
     const anchors = gradient("density");
     const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
-    const empty = packHex(colour("missing"));
     this.eachStep(this.last, width, 8, (column, left, right) => {
       if (left === right) return;
-      const shares = this.profile(column, height);
-      const resolved = this.firstUnresolved(column, height);
-      // Relative to the fullest row of the same column: bins are wider, and hold more, when the gradient is larger.
-      const most = shares.slice(0, resolved).reduce((largest, share) => Math.max(largest, share), 0) || 1;
-      for (let y = 0; y < height; y++) {
-        const shade = y < resolved ? shades[Math.min(255, Math.round(255 * Math.sqrt(shares[y] / most)))] : empty;
-        pixels.fill(shade, y * width + left, y * width + right);
-      }
+      const found = this.profile(column, height, [1, -1]);
+      // Relative to the fullest row of the same column: the sizes differ between columns.
+      const most = found.reduce((largest, one) => Math.max(largest, one), 0) || 1;
+      found.forEach((one, y) => pixels.fill(shades[Math.round(255 * Math.sqrt(one / most))], y * width + left, y * width + right));
     });
   }
 
@@ -174,15 +164,15 @@ class HistogramPicture extends Frame {
     const column = step === null ? this.last.length - 1 : lastAtMost(this.last, this.stepNear(step) ?? -Infinity);
     if (column < 0) return;
     const [start, across] = [left + width + 22, this.layout(this.width).side - 26];
-    const rows = Math.round(height / 3);
+    const rows = Math.round(height);
     const curves = this.signed ? [[[1, -1], colour("ink")]] : [[[1], colour(lineColour(0))], [[-1], colour(lineColour(1))]];
-    const drawn = curves.map(([signs, stroke]) => ({ stroke, shares: this.profile(column, rows, signs).slice(0, this.firstUnresolved(column, rows)) }));
-    const most = Math.max(...drawn.flatMap(({ shares }) => shares), 1e-9);
+    const drawn = curves.map(([signs, stroke]) => ({ stroke, shares: this.profile(column, rows, signs) }));
+    const most = Math.max(...drawn.flatMap(({ shares }) => shares), Number.MIN_VALUE);
     context.save();
     context.font = CHART_FONT;
     context.fillStyle = colour("muted");
     context.textAlign = "center";
-    context.fillText("step " + this.last[column].toLocaleString("en-US"), start + across / 2, top - 6);
+    context.fillText(atStep(this.last[column]), start + across / 2, top - 6);
     context.fillText("share", start + across / 2, top + height + 14);
     context.strokeStyle = colour("grid");
     context.strokeRect(start - 0.5, top - 0.5, across + 1, height + 1);
@@ -196,13 +186,12 @@ class HistogramPicture extends Frame {
   }
 
   drawLegend() {
-    const dashed = ([drawn, left]) => (drawn ? `repeating-linear-gradient(to right, currentcolor 0 ${drawn}px, transparent ${drawn}px ${drawn + left}px)` : "currentcolor");
     const scale = { long: "share of the elements, of the fullest size in the same step", colours: "density", linear: true, power: 0.5, low: 0, high: 1 };
-    drawScale(this.legend, scale, [["missing", this.signed ? "missing" : "missing, or smaller than the bins tell apart"]]);
+    drawScale(this.legend, scale, []);
     if (this.signed) return;
-    const lines = PERCENTILES.map(({ label, dash }) => {
+    const lines = PERCENTILES.map(({ label, dash: [drawn, left] }) => {
       const line = swatch(null);
-      line.style.background = dashed(dash);
+      line.style.background = drawn ? `repeating-linear-gradient(to right, currentcolor 0 ${drawn}px, transparent ${drawn}px ${drawn + left}px)` : "currentcolor";
       return swatchEntry(line, label);
     });
     this.legend.lastChild.append(...lines, swatchEntry(swatch(lineColour(0)), "above 0"), swatchEntry(swatch(lineColour(1)), "below 0"));
@@ -214,11 +203,14 @@ class HistogramPicture extends Frame {
 
   describe(step, y, height) {
     const column = lastAtMost(this.last, step);
-    const place = this.limits[1] - (y / height) * (this.limits[1] - this.limits[0]);
+    const [bottom, top] = this.limits;
+    const place = top - (y / height) * (top - bottom);
     const value = formatNumber(this.signed ? place : 10 ** place, 2);
-    const above = `${formatShare(1 - this.below(column, place))} of the elements ${this.signed ? "above" : "larger than"} ${value}`;
-    const lines = PERCENTILES.map(({ label }, index) => `${label} ${formatNumber(this.percentiles[index][column])}`);
-    return [this.source.labelOf(this.item), stepText(step), above, lines.slice(0, 3).join(", "), `from ${formatNumber(this.data.low[column])} to ${formatNumber(this.data.high[column])}`];
+    const below = this.signed ? this.upTo(column, place) : this.within(column, 10 ** place);
+    const above = `${formatShare(1 - below)} of the elements ${this.signed ? "above" : "larger than"} ${value}`;
+    const lines = PERCENTILES.slice(0, 3).map(({ label }, index) => `${label} ${formatNumber(this.percentiles[index][column])}`);
+    if (this.zeros(column)) lines.push(`${formatShare(this.zeros(column))} are 0`);
+    return [this.source.labelOf(this.item), stepText(step), above, lines.join(", "), `from ${formatNumber(this.columns[column].low)} to ${formatNumber(this.columns[column].high)}`];
   }
 
   nextRow(y, height, direction) {

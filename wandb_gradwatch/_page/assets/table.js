@@ -100,7 +100,7 @@ function recorderSection() {
   search.addEventListener("input", () => turn(0));
   const { node, picture } = card("recorder");
   picture.append(element("div", { class: "controls" }, search, position, back, forth), host);
-  if (total > rows.length) picture.append(hint(`The first ${rows.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} rows are in this page.`));
+  if (total > rows.length) picture.append(hint(`The first ${whole(rows.length)} of ${whole(total)} rows are in this page.`));
   draw();
   return node;
 }

@@ -34,6 +34,10 @@ function card(key, { isWide = true } = {}) {
   return { node, picture };
 }
 
+const whole = (number) => number.toLocaleString("en-US");
+const atStep = (step) => "step " + whole(step);
+const stepRange = (first, last) => (first === last ? atStep(last) : `steps ${whole(first)}–${whole(last)}`);
+
 // 0.0123, 12.3, 1.23e-7: three digits, in a form that can be copied into a terminal.
 function formatNumber(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -41,7 +45,7 @@ function formatNumber(value, digits = 3) {
   if (value === -Infinity) return "-Inf";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en-US");
+  if (Number.isInteger(value) && size < 1e6) return whole(value);
   if (size >= 1e5 || size < 1e-3) return value.toExponential(digits - 1).replace("e+", "e");
   return String(Number(value.toPrecision(digits)));
 }
@@ -82,7 +86,7 @@ function shorten(name, length) {
   return name.slice(0, length - 1 - tail) + "…" + name.slice(name.length - tail);
 }
 
-const plural = (count, one, many = one + "s") => count.toLocaleString("en-US") + " " + (count === 1 ? one : many);
+const plural = (count, one, many = one + "s") => whole(count) + " " + (count === 1 ? one : many);
 
 // Ticks at 1, 2 or 5 times a power of ten.
 function linearTicks(low, high, most) {

@@ -33,11 +33,11 @@ function axisTicks(most) {
   const { isTime } = view.axis;
   const places = isTime ? timeTicks(low, high, most) : linearTicks(low, high, most);
   const shown = view.axis === STEP_AXIS ? places.filter(Number.isInteger) : places;
-  return shown.map((place) => ({ step: stepAtPlace(place), text: isTime ? formatDuration(place) : place.toLocaleString("en-US") }));
+  return shown.map((place) => ({ step: stepAtPlace(place), text: isTime ? formatDuration(place) : whole(place) }));
 }
 
 function stepText(step) {
-  const text = "step " + step.toLocaleString("en-US");
+  const text = atStep(step);
   if (view.axis === STEP_AXIS) return text;
   const place = placeOf(step);
   return `${text} · ${view.axis.isTime ? formatDuration(place) : `${view.axis.label} ${formatNumber(place, 4)}`}`;
