@@ -11,90 +11,129 @@ import pytest
 
 from benchmarks.zoo import cases, detectors, pictures, table
 from benchmarks.zoo.cases import CASES, Case, chosen
-from benchmarks.zoo.causes import VOCABULARY, read_causes
+from benchmarks.zoo.causes import KNOWN_CAUSES, acceptable, named
 from benchmarks.zoo.record import Recording, Told, record, replay
 from benchmarks.zoo.score import add_up, failures, judge_cause, names_layer, score, seen_by_others
 from wandb_gradwatch import Alert
+from wandb_gradwatch._judgement.incident import Incident, Layer, Level
 
 CASE = CASES["biases of -20 in a hidden layer | MLP, SGD with momentum"]  # layer 2, dead units, from step 1
 LATER = CASES["biases pushed to -50 at step 120 | MLP, squared error"]
 STEPS = 200
 
 
-def recording(case: Case, *told: tuple[int, str], level: str = "ERROR", losses: object = None) -> Recording:
-    """A training that was not run: these (step, text) were told."""
-    alerts = tuple(Told(Alert("Title", text, step, level), step) for step, text in told)  # type: ignore[arg-type]
-    shown = tuple((step, 1.0) for step in range(1, STEPS + 1)) if losses is None else losses
-    return Recording(case.name, 0, None, shown, case.first_bad, {}, (), alerts, ())  # type: ignore[arg-type]
+def told(step: int, cause: str = "", rival: str = "", *, level: Level = "ERROR", layers: tuple[str, ...] = ()) -> Told:
+    incident = Incident(
+        "kind", "Title", level, step, step, step, "fact", cause=cause, rival=rival, layers=tuple(map(Layer, layers))
+    )
+    return Told(Alert("Title", "text", step, level, incident), step)
+
+
+def recording(case: Case, *alerts: Told, losses: tuple[float, ...] = (1.0,) * STEPS) -> Recording:
+    """A training that was not run: these alerts were told."""
+    return Recording(case.name, 0, None, tuple(enumerate(losses, 1)), case.first_bad, {}, (), alerts, ())
 
 
 def always(case: Case) -> Recording:
-    return recording(case, *((step, "Probable cause: one bad batch. Remedy: none.") for step in range(1, STEPS + 1)))
+    return recording(case, *(told(step, "bad_batch") for step in range(1, STEPS + 1)))
 
 
 def test_a_detector_that_always_alarms_sees_everything_and_is_never_trusted() -> None:
     figures = add_up(score(case, always(case)) for case in CASES.values())
     assert figures["seen"] == 1.0
-    assert figures["seen within 2 steps"] == 1.0
-    assert figures["healthy runs without an alarm"] == 0.0
-    assert figures["healthy runs without an ERROR"] == 0.0
-    assert figures["false alarms per healthy run"] == STEPS
-    assert figures["false alarms per 1,000 healthy steps"] == 1000.0
+    assert figures["delay, median"] == 0
+    assert figures["healthy runs with a WARN or ERROR"] == 1.0
+    assert figures["healthy runs with an ERROR, which stops them"] == 1.0
+    assert figures["false alarms per healthy run"] == figures["messages per faulty run"] == STEPS
 
 
 def test_a_detector_that_never_alarms_is_silent_and_sees_nothing() -> None:
     figures = add_up(score(case, recording(case)) for case in CASES.values())
-    assert figures["seen"] == figures["cause right"] == figures["confidently wrong"] == 0.0
-    assert figures["false alarms per healthy run"] == 0.0
-    assert figures["healthy runs without an alarm"] == 1.0
+    assert figures["seen"] == figures["cause right"] == figures["no cause right"] == 0.0
+    assert figures["healthy runs with a WARN or ERROR"] == figures["false alarms per healthy run"] == 0.0
+    assert figures["their steps saved by stopping at the first ERROR"] == 0.0
 
 
 def test_what_is_told_before_the_fault_is_a_false_alarm_and_its_step_is_not_the_delay() -> None:
-    found = score(LATER, recording(LATER, (30, "early"), (123, "Probable cause: dead ReLUs (2). Remedy: use GELU.")))
+    found = score(LATER, recording(LATER, told(30, "bad_batch"), told(123, "dead_units")))
     assert found.false == ("Title at step 30",)
-    assert (found.delay, found.cause, found.remedy, found.steps) == (3, "right", True, 119)
+    assert (found.delay, found.cause, found.errors) == (3, "right", 1)
 
 
 def test_an_info_is_no_alarm() -> None:
-    assert not score(CASE, recording(CASE, (2, "Probable cause: dead ReLUs."), level="INFO")).seen
-
-
-def test_the_lead_is_counted_to_the_first_loss_that_is_not_finite() -> None:
-    losses = tuple((step, math.nan if step >= 140 else 1.0) for step in range(1, STEPS + 1))
-    assert score(LATER, recording(LATER, (125, ""), losses=losses)).lead == 15
+    found = score(CASE, recording(CASE, told(2, "dead_units", level="INFO"), told(9, "bad_batch", level="WARN")))
+    assert (found.delay, found.cause, len(found.lengths)) == (8, "none right", 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "judged"),
+    ("alerts", "saved"),
     [
-        ("Probable cause: dead ReLUs (the learning rate is too high). Remedy: x.", "right"),  # brackets are evidence
-        ("Probable cause: learning rate too high. Remedy: x.", "wrong"),
-        ("Cause not clear: either one bad batch or dead ReLUs; the next batch tells them apart. Remedy: x.", "either"),
-        ("Cause not clear: either one bad batch or a high learning rate that is too high. Remedy: x.", "wrong"),
-        ("Probable cause: too high a learning rate, a bad batch, or growth through depth. Remedy: x.", "open"),
-        ("Probable cause: unknown. Remedy: dead ReLUs.", "open"),
-        ("no cause at all", "open"),
+        ((told(130, level="WARN"), told(150)), 50),  # of the 80 steps from step 120 to step 200
+        ((told(30), told(150)), 0),  # a training that was sound was stopped
+        ((told(130, level="WARN"),), 0),
     ],
 )
-def test_causes_are_read_from_the_text(text: str, judged: str) -> None:
-    assert judge_cause(read_causes(text).causes, ("dead units",)) == judged
+def test_the_first_error_saves_the_steps_after_it_unless_too_early(alerts: tuple[Told, ...], saved: int) -> None:
+    found = score(LATER, recording(LATER, *alerts))
+    assert (found.doomed, found.saved) == (80, saved)
 
 
-def test_every_fault_uses_the_vocabulary_and_sits_in_trainings_that_exist() -> None:
+@pytest.mark.parametrize(
+    ("later", "is_doomed"),
+    [(0.5, False), (0.96, True), (3.0, True), (math.nan, True)],  # 1.0 before the fault; 5 % is the least gain
+)
+def test_a_fault_is_worth_an_error_if_nothing_is_learned_after_it(later: float, is_doomed: bool) -> None:
+    found = score(LATER, recording(LATER, losses=(1.0,) * 119 + (later,) * 81))
+    assert (found.doomed > 0) == is_doomed
+
+
+def test_a_fault_from_the_start_is_compared_with_the_first_loss_and_an_ascent_is_always_worth_an_error() -> None:
+    assert score(CASE, recording(CASE, losses=(1.0, *[50.0] * 199))).doomed == STEPS - 1
+    assert score(CASE, recording(CASE, losses=(50.0, *[1.0] * 199))).doomed == STEPS - 1  # the first ten but one are 1
+    falling = tuple(100.0 - step for step in range(STEPS))
+    assert score(CASE, recording(CASE, losses=falling)).doomed == 0
+    ascent = next(case for case in CASES.values() if case.fault is not None and case.fault.cause == "wrong_sign")
+    assert score(ascent, recording(ascent, losses=falling)).doomed == STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("cause", "rival", "judged"),
+    [
+        ("dead_units", "", "right"),
+        ("dead_units", "bad_batch", "either"),
+        ("bad_batch", "dead_units", "either"),
+        ("bad_batch", "depth", "none right"),
+        ("bad_batch", "", "none right"),
+        ("", "", "open"),
+    ],
+)
+def test_causes_are_read_from_the_incident(cause: str, rival: str, judged: str) -> None:
+    assert judge_cause(named(told(1, cause, rival).alert), acceptable(("dead units",))) == judged
+
+
+def test_an_alert_without_an_incident_leaves_the_cause_open_and_its_text_is_the_message() -> None:
+    alert = Alert("Title", "eight...", 2, "WARN")
+    found = score(CASE, recording(CASE, Told(alert, 2)))
+    assert (found.seen, found.cause, found.layer, found.lengths) == (True, "open", False, (8,))
+
+
+def test_every_fault_has_known_causes_and_sits_in_trainings_that_exist() -> None:
     names = {case.name for case in CASES.values() if case.fault is None}
     assert len(names) == sum(map(len, cases.HEALTHY.values()))  # no name is used twice
     for case in CASES.values():
         if case.fault is not None:
-            assert {case.fault.cause, *case.fault.also} <= set(VOCABULARY), case.name
+            assert acceptable((case.fault.cause, *case.fault.also)) <= KNOWN_CAUSES, case.name
             assert case.base in names
+    with pytest.raises(ValueError, match=r"unknown causes: \['gremlins'\]"):
+        acceptable(("dead units", "gremlins"))
 
 
 def test_a_layer_is_named_as_a_whole() -> None:
-    assert names_layer("Worst layers: blocks.1.mlp.0.weight 3", "blocks.1.mlp.0")
-    assert not names_layer("Worst layers: blocks.1.mlp.0.weight 3", "mlp.0")
-    assert names_layer("Worst layers: 2 100 %.", "2")
-    assert not names_layer("the norm is 2.5 times the usual", "2")
-    assert not names_layer("12.weight", "2")
+    assert names_layer(told(1, layers=("head.bias", "blocks.1.mlp.0.weight")).alert, "blocks.1.mlp.0")
+    assert names_layer(told(1, layers=("2",)).alert, "2")
+    assert not names_layer(told(1, layers=("blocks.1.mlp.0.weight",)).alert, "mlp.0")
+    assert not names_layer(told(1, layers=("12.weight", "22")).alert, "2")
+    assert not names_layer(told(1).alert, "2")
 
 
 def test_the_halves_share_no_training_and_a_third_of_the_families_is_kept_out() -> None:
@@ -107,8 +146,17 @@ def test_the_halves_share_no_training_and_a_third_of_the_families_is_kept_out() 
     assert 3 * len(cases.KEPT_OUT_HEALTHY) >= len(healthy)
     assert 3 * len(cases.KEPT_OUT_FAULTS) >= len(faults)
     assert not any(case.kept_out for case, _ in chosen("tune"))
-    assert not any("locked" in case.family for case, _ in chosen("tune"))
-    assert {family for family in healthy | faults if "locked" in family} == cases.LOCKED
+    assert {family for family in healthy | faults if "locked" in family or "sealed" in family} == cases.LOCKED
+    assert not any(case.family in cases.LOCKED for case, _ in chosen("tune"))
+    assert not any(case.family in cases.SEALED_FAMILIES for case, _ in chosen("score"))
+    assert {case.family for case, _ in chosen("all")} == healthy | faults
+
+
+def test_sealed_faults_sit_in_a_layer_of_a_sealed_training() -> None:
+    models = {name: make().model for name, make in cases.HEALTHY["sealed trainings"].items()}
+    for case in CASES.values():
+        if case.family == "sealed faults":
+            models[case.base].get_submodule(case.layer)
 
 
 @pytest.mark.parametrize("number", ["third", "fourth", "fifth"])
@@ -121,10 +169,11 @@ def test_open_and_locked_faults_share_no_training(number: str) -> None:
 
 
 def test_what_goes_wrong_is_listed_except_in_the_locked_families() -> None:
-    wrong = [score(case, recording(case, (1, "early") if case.fault is None else (400, ""))) for case in CASES.values()]
+    wrong = [score(case, recording(case, told(1 if case.fault is None else 400))) for case in CASES.values()]
     listed = "\n".join(failures(wrong))
     assert all(f" {family}: " in listed for family in {one.family for one in wrong} - cases.LOCKED)
     assert "locked" not in listed
+    assert "sealed" not in listed
 
 
 @pytest.mark.parametrize("detector", detectors.DETECTORS.values())
@@ -196,7 +245,7 @@ def test_a_run_is_told_to_nobody_but_the_scoring(capsys: pytest.CaptureFixture[s
 def test_a_replay_tells_what_the_rules_told_live() -> None:
     live = record(CASES[SEEN[4]], 0)
     again = replay(replace(live, told=()))
-    assert [(told.alert.title, told.alert.step) for told in again.told] == [
-        (told.alert.title, told.alert.step) for told in live.told
+    assert [(one.alert.title, one.alert.step) for one in again.told] == [
+        (one.alert.title, one.alert.step) for one in live.told
     ]
     assert seen_by_others(CASES[live.case], live)["detect_anomaly"] == (0, 0)

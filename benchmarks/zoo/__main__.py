@@ -1,6 +1,7 @@
 """Score alerts on trainings with known answers, beside other detectors.
 
 python -m benchmarks.zoo --row NAME                 # the scoring half, into benchmarks/results/zoo.json and docs/zoo.md
+python -m benchmarks.zoo --half all --row NAME      # the same with the sealed trainings, which run once, at the end
 python -m benchmarks.zoo --every 20 --row NAME      # the same at the cadence that the default has with small models
 python -m benchmarks.zoo --half tune --failures     # what goes wrong on the half that thresholds may be chosen on
 python -m benchmarks.zoo --half tune --replay       # the same by the rules of now on samples that were kept: seconds
@@ -32,7 +33,9 @@ def _texts(recording: Recording) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", choices=("tune", "score"), default="score")
+    parser.add_argument(
+        "--half", choices=("tune", "score", "all"), default="score", help="all: the sealed ones as well"
+    )
     parser.add_argument("--failures", action="store_true", help="print what went wrong")
     parser.add_argument("--replay", action="store_true", help="the rules of now on samples that were kept")
     parser.add_argument("--only", default="", help="those whose name or family matches this regular expression")
@@ -74,7 +77,7 @@ def main() -> None:
                 )
     figures = add_up(scores)
     for name, value in figures.items():
-        print(f"{name:45s} {value:8.3f}")
+        print(f"{name:50s} {value:8.3f}")
     if arguments.failures:
         print("\n".join(failures(scores)))
     if arguments.row:

@@ -20,6 +20,8 @@ from .healthy_others import OTHERS
 from .healthy_recipes import RECIPES
 from .healthy_supervised import SUPERVISED
 from .loop import Loop
+from .sealed import SEALED_FAULTS
+from .sealed_trainings import SEALED
 from .sixth_faults import sixth_faults
 from .sixth_trainings import sixth
 from .third_faults import third_faults
@@ -27,7 +29,8 @@ from .third_trainings import third
 from .unseen import UNSEEN, UNSEEN_FAULTS
 
 # Each first one of a pair, and every second one of the third, fourth, fifth and sixth sets, is opened after its first run, to
-# learn from. Of the others, and of all blind ones, only totals are ever shown.
+# learn from. Of the others, and of all blind and sealed ones, only totals are ever shown.
+SEALED_FAMILIES: Final = frozenset({"sealed trainings", "sealed faults"})  # run once, when the rules are finished
 LOCKED: Final = frozenset(
     {
         "locked trainings",
@@ -42,6 +45,7 @@ LOCKED: Final = frozenset(
         "fifth locked faults",
         "sixth locked trainings",
         "sixth locked faults",
+        *SEALED_FAMILIES,
     }
 )
 _ANOTHER: Final = {"another trainings": half(0), "locked trainings": half(1)}
@@ -67,6 +71,7 @@ HEALTHY: Final = (
     | _FOURTH
     | _FIFTH
     | _SIXTH
+    | {"sealed trainings": SEALED}
 )
 _BUILDERS: Final = {name: make for table in HEALTHY.values() for name, make in table.items()}
 
@@ -86,6 +91,7 @@ KEPT_OUT_HEALTHY: Final = frozenset(
         "fourth locked trainings",
         "fifth locked trainings",
         "sixth locked trainings",
+        "sealed trainings",
     }
 )
 KEPT_OUT_FAULTS: Final = frozenset(
@@ -103,6 +109,7 @@ KEPT_OUT_FAULTS: Final = frozenset(
         "fourth locked faults",
         "fifth locked faults",
         "sixth locked faults",
+        "sealed faults",
     }
 )
 TUNING_SEEDS: Final = (0,)
@@ -152,6 +159,7 @@ CASES: Final = {
                 *_FOURTH_FAULTS,
                 *_FIFTH_FAULTS,
                 *_SIXTH_FAULTS,
+                *SEALED_FAULTS,
             ]
             for base, layer in fault.on.items()
         ),
@@ -160,7 +168,11 @@ CASES: Final = {
 
 
 def chosen(half: str) -> list[tuple[Case, int]]:
-    """Return the (case, seed) of a half: "tune" has none of the families that are kept out, "score" has all of them."""
+    """Return the (case, seed) of a half.
+
+    "tune" has none of the families that are kept out; "score" has all families but the sealed ones, "all" those as well.
+    """
     if half == "tune":
         return [(case, seed) for case in CASES.values() if not case.kept_out for seed in TUNING_SEEDS]
-    return [(case, seed) for case in CASES.values() for seed in SCORING_SEEDS]
+    cases = [case for case in CASES.values() if half == "all" or case.family not in SEALED_FAMILIES]
+    return [(case, seed) for case in cases for seed in SCORING_SEEDS]

@@ -25,7 +25,7 @@ class Fault:
         on: healthy training -> the layer of the fault.
         change: the change that makes the fault.
         first_bad: the first step that is wrong.
-        cause: the cause, in the words of `causes.VOCABULARY`; also: other names of the same cause.
+        cause: the cause, an identifier of `causes.KNOWN_CAUSES` or a word of the older sets; also: other names of it.
         decidable: whether gradients, parameters and loss can tell it from a healthy training: labels that are shifted
             by mistake look like other classes on purpose, and what trains as well as without the fault is none.
     """

@@ -3,102 +3,126 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Final, Literal
+
+from wandb_gradwatch import Alert
 
 from .cases import LOCKED, Case
-from .causes import fits_remedy, read_causes
+from .causes import acceptable, named
 from .detectors import DETECTORS, Steps
-from .record import Recording, Told
+from .record import Recording
+
+Judged = Literal["", "right", "either", "none right", "open"]
+_NUM_COMPARED: Final = 10  # losses at the end of a training that are compared with as many before its fault
+_ASCENTS: Final = ("sign", "wrong_sign", "unbounded_loss")  # the loss falls for ever: it does not say that all is lost
+_MIN_GAIN: Final = 0.05  # of the loss before the fault: a training that gains less has learned nothing since
 
 
 @dataclass(frozen=True)
 class Score:
-    """The score of one training.
+    """The score of one training. An alarm is an alert of level WARN or ERROR.
 
     Args:
-        false: alarms before anything was bad, or in a healthy training; errors: those of them that are ERRORs.
-        steps: how many of the watcher's steps the training had before the fault.
-        seen: an alarm came after the fault began; delay: after how many steps; lead: steps left before the loss is NaN.
-        layer: whether the right layer is in the alarm's text; None where the fault sits in none.
-        cause: "right", "either" (one of two, and it is one of them), "open" (says no cause, or three) or "wrong".
-        remedy: whether the remedy is one against the cause.
+        false: alarms before anything was bad, or in a healthy training; errors: how many of them are ERRORs.
+        lengths: characters of each alarm's message.
+        seen: an alarm came at or after the first bad step; title: of the first one; delay: after how many steps.
+        cause: what this alarm's incident names: "right"; "either", if it is right and another cause is named as well;
+            "none right", if no cause that it names is right; "open", if it names none.
+        layer: whether the incident names the right layer; None where the fault sits in none, or nothing was seen.
+        doomed: steps since the fault began, if it is worth an ERROR, otherwise 0; saved: those of them that come after
+            the first ERROR; 0 if an ERROR came before the fault.
     """
 
     case: str
     family: str
     seed: int
+    healthy: bool
     decidable: bool
     false: tuple[str, ...]
     errors: int
-    steps: int
+    lengths: tuple[int, ...]
     seen: bool = False
     title: str = ""
     delay: int | None = None
-    lead: int | None = None
+    cause: Judged = ""
     layer: bool | None = None
-    cause: str = ""
-    remedy: bool = False
+    doomed: int = 0
+    saved: int = 0
 
 
 def score(case: Case, recording: Recording) -> Score:
     """Return the score of one training."""
     alarms = [told for told in recording.told if told.alert.level != "INFO"]
-    last = recording.losses[-1][0] if recording.losses else 0
     first_bad = math.inf if recording.first_bad is None else recording.first_bad
-    early = [told for told in alarms if told.at < first_bad]
-    known = {
-        "case": case.name,
-        "family": case.family,
-        "seed": recording.seed,
-        "decidable": case.fault is None or case.fault.decidable,
-        "false": tuple(f"{told.alert.title} at step {told.alert.step}" for told in early),
-        "errors": sum(told.alert.level == "ERROR" for told in early),
-        "steps": int(min(last, first_bad - 1)),
-    }
-    after = [told for told in alarms if told.at >= first_bad]
-    if case.fault is None or not after:
-        return Score(**known)
+    early, after = [one for one in alarms if one.at < first_bad], [one for one in alarms if one.at >= first_bad]
+    scored = Score(
+        case.name,
+        case.family,
+        recording.seed,
+        healthy=case.fault is None,
+        decidable=case.fault is None or case.fault.decidable,
+        false=tuple(f"{one.alert.title} at step {one.alert.step}" for one in early),
+        errors=sum(one.alert.level == "ERROR" for one in early),
+        lengths=tuple(len(message_of(one.alert)) for one in alarms),
+    )
+    if case.fault is None or recording.first_bad is None:
+        return scored
+    if is_worth_an_error(recording) or case.fault.cause in _ASCENTS:
+        last = recording.losses[-1][0]
+        stops = [one.at for one in after if one.alert.level == "ERROR"]
+        saved = last - stops[0] if stops and not scored.errors else 0
+        scored = replace(scored, doomed=last - recording.first_bad, saved=saved)
+    if not after:
+        return scored
     first = after[0]
-    said = read_causes(first.alert.text)
-    right = (case.fault.cause, *case.fault.also)
-    return Score(
-        **known,
+    return replace(
+        scored,
         seen=True,
         title=first.alert.title,
-        delay=first.at - int(first_bad),
-        lead=_lead(recording, first),
-        layer=names_layer(first.alert.text, case.layer) if case.layer else None,
-        cause=judge_cause(said.causes, right),
-        remedy=any(fits_remedy(cause, said.remedy) for cause in right),
+        delay=first.at - recording.first_bad,
+        cause=judge_cause(named(first.alert), acceptable((case.fault.cause, *case.fault.also))),
+        layer=names_layer(first.alert, case.layer) if case.layer else None,
     )
 
 
-def judge_cause(named: Sequence[str], right: Sequence[str]) -> str:
-    """Rate the causes: one cause is a claim, two are an either-or, three or none leave the cause open.
+def is_worth_an_error(recording: Recording) -> bool:
+    """Return whether the training was lost to its fault: it failed, its loss ends non-finite, or learned nothing since.
 
-    "A parameter was already bad" is an observation, and a claim only if nothing else made the parameter bad.
+    The median of the last ten losses is compared with that of the ten before the fault; where there are none, with
+    that of the first ten, or with the first loss, if that is lower.
     """
-    named = [cause for cause in named if cause != "bad parameter" or cause in right]
-    if len(named) not in (1, 2):
+    losses = [loss for _, loss in recording.losses]
+    if recording.first_bad is None or not losses:
+        return False
+    if recording.error is not None or not math.isfinite(losses[-1]):
+        return True
+    before = [loss for step, loss in recording.losses if step < recording.first_bad]
+    early = len(before) < _NUM_COMPARED
+    usual = min(losses[0], median(losses[:_NUM_COMPARED])) if early else median(before[-_NUM_COMPARED:])
+    return median(losses[-_NUM_COMPARED:]) > usual - _MIN_GAIN * abs(usual)
+
+
+def judge_cause(causes: Sequence[str], right: Collection[str]) -> Judged:
+    """Rate the causes that an incident names: one, one and its rival, or none."""
+    if not causes:
         return "open"
-    if any(cause in right for cause in named):
-        return "right" if len(named) == 1 else "either"
-    return "wrong"
+    if not any(cause in right for cause in causes):
+        return "none right"
+    return "right" if len(causes) == 1 else "either"
 
 
-def names_layer(text: str, layer: str) -> bool:
-    """Return whether the text names a parameter or module of this layer."""
-    end = r"(\.[a-z]| \d[\d.]* %)" if layer[-1].isdigit() else r"\b"  # "2.weight", "2 100 %", not "2.5 times"
-    return bool(re.search(rf"(?<![\w.]){re.escape(layer)}{end}", text))
+def message_of(alert: Alert) -> str:
+    """Return what is sent: the incident's message, or the text of an alert without one."""
+    return alert.text if alert.incident is None else alert.incident.message
 
 
-def _lead(recording: Recording, told: Told) -> int | None:
-    broken = [step for step, loss in recording.losses if not math.isfinite(loss)]
-    return broken[0] - told.at if broken else None
+def names_layer(alert: Alert, layer: str) -> bool:
+    """Return whether the incident names this layer, or a parameter or module of it."""
+    layers = () if alert.incident is None else alert.incident.layers
+    return any(f"{one.name}.".startswith(f"{layer}.") for one in layers)
 
 
 def seen_by_others(case: Case, recording: Recording) -> dict[str, tuple[int, int | None]]:
@@ -125,31 +149,31 @@ def steps_of(recording: Recording) -> Steps:
     return [(step, loss, math.nan if bad[step] else norms[step]) for step, loss in recording.losses if step in norms]
 
 
-def add_up(scores: Iterable[Score]) -> dict[str, Any]:
-    """Return the figures of the table."""
+def add_up(scores: Iterable[Score]) -> dict[str, float]:
+    """Return the figures of the table; shares are of all healthy, or of all visible faulty runs, unless said otherwise."""
     scores = list(scores)
-    healthy = [one for one in scores if not one.title and one.delay is None and "|" not in one.case]
-    faulty = [one for one in scores if "|" in one.case and one.decidable]
-    seen = [one for one in faulty if one.seen]
-    placed = [one for one in seen if one.layer is not None]
-    leads = [one.lead for one in seen if one.lead is not None]
+    healthy = [one for one in scores if one.healthy]
+    faulty = [one for one in scores if not one.healthy and one.decidable]
+    seen, placed = [one for one in faulty if one.seen], [one for one in faulty if one.layer is not None]
+    lengths = [length for one in scores for length in one.lengths]
     return {
         "healthy runs": len(healthy),
+        "healthy runs with a WARN or ERROR": _share(sum(bool(one.false) for one in healthy), len(healthy)),
+        "healthy runs with an ERROR, which stops them": _share(sum(one.errors > 0 for one in healthy), len(healthy)),
         "false alarms per healthy run": _share(sum(len(one.false) for one in healthy), len(healthy)),
-        "false alarms per 1,000 healthy steps": 1000 * _share(sum(len(one.false) for one in scores), sum(one.steps for one in scores)),
-        "healthy runs without an alarm": _share(sum(not one.false for one in healthy), len(healthy)),
-        "healthy runs without an ERROR": _share(sum(not one.errors for one in healthy), len(healthy)),
         "faulty runs": len(faulty),
+        "faulty runs with an alarm before the fault": _share(sum(bool(one.false) for one in faulty), len(faulty)),
         "seen": _share(len(seen), len(faulty)),
-        "delay, median": median(one.delay for one in seen) if seen else math.nan,
-        "seen within 2 steps": _share(sum(one.delay <= 2 for one in seen), len(faulty)),
+        "delay, median": median(one.delay for one in seen if one.delay is not None) if seen else math.nan,
         "right layer, of those seen": _share(sum(bool(one.layer) for one in placed), len(placed)),
-        "cause right": _share(sum(one.cause in ("right", "either") for one in seen), len(faulty)),
-        "of which one of two": _share(sum(one.cause == "either" for one in seen), len(faulty)),
-        "confidently wrong": _share(sum(one.cause == "wrong" for one in seen), len(faulty)),
-        "remedy right": _share(sum(one.remedy for one in seen), len(faulty)),
-        "told before the loss was NaN": _share(sum(lead > 0 for lead in leads), len(leads)),
-        "lead before NaN, median": median(leads) if leads else math.nan,
+        "cause right": _share(sum(one.cause in ("right", "either") for one in faulty), len(faulty)),
+        "of which with a rival": _share(sum(one.cause == "either" for one in faulty), len(faulty)),
+        "no cause right": _share(sum(one.cause == "none right" for one in faulty), len(faulty)),
+        "messages per faulty run": _share(sum(len(one.lengths) for one in faulty), len(faulty)),
+        "characters per message, median": median(lengths) if lengths else math.nan,
+        "characters per message, largest": max(lengths, default=math.nan),
+        "faulty runs worth an ERROR": sum(one.doomed > 0 for one in faulty),
+        "their steps saved by stopping at the first ERROR": _share(sum(one.saved for one in faulty), sum(one.doomed for one in faulty)),
     }  # fmt: skip
 
 
@@ -165,15 +189,15 @@ def failures(scores: Iterable[Score]) -> list[str]:
             continue
         where = f"{one.family}: {one.case} (seed {one.seed})"
         lines += [f"false alarm    {where}: {false}" for false in one.false]
-        if "|" not in one.case or not one.decidable:
+        if one.healthy or not one.decidable:
             continue
         if not one.seen:
             lines.append(f"not seen       {where}")
-        else:
-            if one.cause not in ("right", "either"):
-                lines.append(f"cause {one.cause:8s} {where}: {one.title}")
-            if one.layer is False:
-                lines.append(f"layer          {where}: {one.title}")
-            if one.delay is not None and one.delay > 2:
-                lines.append(f"late by {one.delay:<6d} {where}: {one.title}")
+            continue
+        if one.cause in ("none right", "open"):
+            lines.append(f"{one.cause:14s} {where}: {one.title}")
+        if one.layer is False:
+            lines.append(f"layer          {where}: {one.title}")
+        if one.delay is not None and one.delay > 2:
+            lines.append(f"late by {one.delay:<6d} {where}: {one.title}")
     return lines

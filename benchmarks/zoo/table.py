@@ -6,14 +6,14 @@ import datetime
 import json
 import math
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from wandb_gradwatch import default_rules
 
-from .cases import CASES, KEPT_OUT_FAULTS, KEPT_OUT_HEALTHY
+from .cases import CASES, KEPT_OUT_FAULTS, KEPT_OUT_HEALTHY, LOCKED, SEALED_FAMILIES
 from .pictures import PICTURES, file_name
 from .score import Score, add_up
 
@@ -29,16 +29,18 @@ _INTRODUCTION = """# How often the alerts are right
 Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_faulty} faulty ones ({num_faults} faults, each in one or several
 healthy trainings), all small: 80 to 400 steps. For each fault, its first step, its layer and its cause are written
 down in `benchmarks/zoo/` (`faults.py`, `unseen.py`, `fresh_faults.py`, `another_faults.py`, `blind_faults.py`, `third_faults.py`,
-`fourth_faults.py`, `fifth_faults.py`, `sixth_faults.py`).
+`fourth_faults.py`, `fifth_faults.py`, `sixth_faults.py`, `sealed.py`).
 
 Thresholds may be chosen on one seed of some families only. The figures here come from another seed. Families that are
 not used for choosing thresholds are shown separately: {kept_out}.
 
 - **alarm**: an alert of level WARN or ERROR. **False alarm**: an alarm in a healthy training, or before the fault.
 - **seen**: an alarm was raised after the fault began. **delay**: number of steps from the first bad step to the alert.
-- **cause right**: the first alert's text names the right cause, or "either A or B" with the right cause among the two;
-  as a share of all faulty runs, including those without an alert. **confidently wrong**: the text names one or two
-  causes, and none of them is right. A text that names none, or three or more, is neither right nor confidently wrong.
+- **cause right**: the first alarm's incident names a right cause, alone or with a rival; as a share of all faulty runs,
+  including those without an alarm. **no cause right**: it names one cause or two, and none of them is right.
+- **messages**: alarms. **worth an ERROR**: the training failed, or its loss ended non-finite, or no lower than before
+  the fault, or it falls for ever. Their steps saved: those after the first ERROR, as a share of those after the first bad step; an ERROR
+  before the fault saves none.
 - Every step is measured. In columns that say so, the default cadence decides, on a clock on which it measures the first
   ten steps, then about every n-th, and in between steps that look unusual; there, a delay of less than n steps counts
   as none.
@@ -46,19 +48,26 @@ not used for choosing thresholds are shown separately: {kept_out}.
 """
 
 
+# The columns of a result, and the families of each.
+_PARTS: Final[dict[str, Callable[[Score], bool]]] = {
+    "all": lambda score: True,
+    "tuned families, other seeds": lambda score: not CASES[score.case].kept_out,
+    "families kept out": lambda score: CASES[score.case].kept_out,
+    "locked families": lambda score: score.family in LOCKED - SEALED_FAMILIES,
+    "sealed families": lambda score: score.family in SEALED_FAMILIES,
+}
+
+
 def result_of(scores: Sequence[Score], others: Others, name: str, every: int) -> dict[str, Any]:
-    """One column of the page, or three."""
-    out = [one for one in scores if CASES[one.case].kept_out]
-    tuned = [one for one in scores if not CASES[one.case].kept_out]
+    """Return a column of the page for each part of the trainings of which some were run."""
+    parts = {part: [one for one in scores if belongs(one)] for part, belongs in _PARTS.items()}
     return {
         "name": name,
         "every": every,
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "all": add_up(scores),
-        "tuned families, other seeds": add_up(tuned),
-        "families kept out": add_up(out),
-        "families": {family: add_up([one for one in scores if one.family == family]) for family in _families()},
+        **{part: add_up(some) for part, some in parts.items() if some},
+        "families": {family: add_up([one for one in scores if one.family == family]) for family in _families(scores)},
         "titles": _titles(scores),
         "others": {name: _other(others, name) for name in others[0][1]} if others else {},
     }
@@ -70,8 +79,10 @@ def _commit() -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _families() -> list[str]:
-    return list(dict.fromkeys(case.family for case in CASES.values()))
+def _families(scores: Sequence[Score]) -> list[str]:
+    """Those of which some were run, in the order in which they are defined."""
+    ran = {one.family for one in scores}
+    return [family for family in dict.fromkeys(case.family for case in CASES.values()) if family in ran]
 
 
 def _titles(scores: Sequence[Score]) -> dict[str, dict[str, int]]:
@@ -86,12 +97,12 @@ def _titles(scores: Sequence[Score]) -> dict[str, dict[str, int]]:
 
 
 def _other(others: Others, name: str) -> dict[str, float]:
-    healthy = [seen[name] for score, seen in others if "|" not in score.case]
-    faulty = [seen[name] for score, seen in others if "|" in score.case and score.decidable]
+    healthy = [seen[name] for score, seen in others if score.healthy]
+    faulty = [seen[name] for score, seen in others if not score.healthy and score.decidable]
     delays = [delay for _, delay in faulty if delay is not None]
     return {
         "false alarms per healthy run": sum(false for false, _ in healthy) / max(len(healthy), 1),
-        "healthy runs without an alarm": sum(not false for false, _ in healthy) / max(len(healthy), 1),
+        "healthy runs with a WARN or ERROR": sum(bool(false) for false, _ in healthy) / max(len(healthy), 1),
         "seen": len(delays) / max(len(faulty), 1),
         "delay, median": median(delays) if delays else math.nan,
     }
@@ -174,39 +185,38 @@ def _columns(results: Sequence[dict[str, Any]]) -> list[str]:
     heads = [
         (f"{result['name']} ({result['commit']}, {result['date']}): {part}", result[part])
         for result in results
-        for part in ("all", "tuned families, other seeds", "families kept out")[
-            : 3 if result.get("every", 1) == 1 else 1
-        ]
+        for part in _PARTS
+        if part in result
     ]
     lines = ["## In short", "", "| | " + " | ".join(head for head, _ in heads) + " |", "|---|" + "--:|" * len(heads)]
-    for figure in heads[0][1]:
-        lines.append(f"| {figure} | " + " | ".join(_number(figure, column[figure]) for _, column in heads) + " |")
+    for figure in heads[-1][1]:
+        lines.append(f"| {figure} | " + " | ".join(_number(figure, column.get(figure)) for _, column in heads) + " |")
     return [*lines, ""]
 
 
 def _beside_others(result: dict[str, Any]) -> list[str]:
-    figures = ("false alarms per healthy run", "healthy runs without an alarm", "seen", "delay, median")
+    figures = ("false alarms per healthy run", "healthy runs with a WARN or ERROR", "seen", "delay, median")
     rows = {f"**wandb_gradwatch, {result['name']}**": result["all"]} | result["others"]
     lines = ["## Beside others, on the same trainings", "", "| | " + " | ".join(figures) + " |", "|---|" + "--:|" * 4]
-    lines += [f"| {name} | " + " | ".join(_number(f, row[f]) for f in figures) + " |" for name, row in rows.items()]
+    lines += [f"| {name} | " + " | ".join(_number(f, row.get(f)) for f in figures) + " |" for name, row in rows.items()]
     return [*lines, ""]
 
 
 def _by_family(result: dict[str, Any]) -> list[str]:
-    lines = ["## By family", "", "| healthy | runs | false alarms per run | without an ERROR |", "|---|--:|--:|--:|"]
+    lines = ["## By family", "", "| healthy | runs | with a WARN or ERROR | with an ERROR |", "|---|--:|--:|--:|"]
     for family, row in result["families"].items():
         if row["healthy runs"]:
-            figures = ("healthy runs", "false alarms per healthy run", "healthy runs without an ERROR")
-            lines.append(f"| {family} | " + " | ".join(_number(f, row[f]) for f in figures) + " |")
-    lines += [
-        "",
-        "| faulty | runs | seen | cause right | confidently wrong | remedy right |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+            figures = (
+                "healthy runs",
+                "healthy runs with a WARN or ERROR",
+                "healthy runs with an ERROR, which stops them",
+            )
+            lines.append(f"| {family} | " + " | ".join(_number(f, row.get(f)) for f in figures) + " |")
+    lines += ["", "| faulty | runs | seen | cause right | no cause right |", "|---|--:|--:|--:|--:|"]
     for family, row in result["families"].items():
         if row["faulty runs"]:
-            figures = ("faulty runs", "seen", "cause right", "confidently wrong", "remedy right")
-            lines.append(f"| {family} | " + " | ".join(_number(f, row[f]) for f in figures) + " |")
+            figures = ("faulty runs", "seen", "cause right", "no cause right")
+            lines.append(f"| {family} | " + " | ".join(_number(f, row.get(f)) for f in figures) + " |")
     return [*lines, ""]
 
 
@@ -215,9 +225,14 @@ def _by_title(result: dict[str, Any]) -> list[str]:
     return [*lines, *(f"| {title} | {row['right']} | {row['false']} |" for title, row in result["titles"].items())]
 
 
-def _number(figure: str, value: float) -> str:
+def _number(figure: str, value: float | None) -> str:
+    """Write a figure; one that a result of an older scoring does not have is a dash."""
     if value is None or math.isnan(value):
         return "–"
-    if figure in ("healthy runs", "faulty runs") or "median" in figure:
+    if (
+        figure in ("healthy runs", "faulty runs", "faulty runs worth an ERROR")
+        or "median" in figure
+        or "largest" in figure
+    ):
         return f"{value:g}"
-    return f"{value:.2f}" if "false alarms" in figure else f"{100 * value:.0f} %"
+    return f"{value:.2f}" if " per " in figure else f"{100 * value:.0f} %"
