@@ -51,11 +51,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_judgement": {"_measure", "snapshot", "_analysis"},
     "_analysis": {"_measure", "snapshot"},
     "rules": {"_measure", "snapshot", "_analysis", "_judgement"},
-    "_diagnosis": {"_measure", "snapshot", "_analysis", "rules"},
     "_summary": {"_boundary", "_judgement", "_measure", "snapshot", "_analysis", "rules", "_output"},
     "sinks": {"_interruptions", "_judgement", "_boundary", "_measure", "snapshot", "_analysis", "rules", "_output"},
-    "_page": {"_judgement", "_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output"},
-    "_report": {"_judgement", "_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output", "_page"},
+    "_page": {"_judgement", "_measure", "snapshot", "_analysis", "rules", "_output"},
+    "_report": {"_judgement", "_measure", "snapshot", "_analysis", "rules", "_output", "_page"},
     "_pipeline": {
         "_interruptions",
         "_boundary",
@@ -66,7 +65,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "snapshot",
         "_analysis",
         "rules",
-        "_diagnosis",
         "_judgement",
         "sinks",
     },
@@ -94,7 +92,7 @@ MAY_IMPORT["_cli"] |= {"_demo", "_doctor"}
 MAY_IMPORT["__main__"] = {"_cli"}
 
 WITHOUT_TORCH = (
-    "snapshot", "_judgement", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_output",
+    "snapshot", "_judgement", "_analysis", "rules", "_summary", "sinks", "_page", "_report", "_output",
     "_arguments", "_interruptions", "_boundary",
 )  # fmt: skip
 WITHOUT_TORCH_FILES = (

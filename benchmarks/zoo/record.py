@@ -20,10 +20,10 @@ import torch
 import wandb_gradwatch
 from wandb_gradwatch import Alert, MemorySink, Snapshot
 from wandb_gradwatch._capture.measurer import Measurer
-from wandb_gradwatch._diagnosis import with_diagnosis
+from wandb_gradwatch._judgement.structure import ModelInfo
+from wandb_gradwatch._judgement.symptoms import SYMPTOMS
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
-from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import default_rules
 
 from .cases import CASES, Case, build
@@ -49,9 +49,8 @@ class Recording:
         samples: every sample; None where nothing was ever sampled.
         losses: (the watcher's step, the loss) after each step of the loop.
         first_bad: the watcher's step in which the fault begins; None for a healthy training.
-        modules: class names by module; trainable: the parameters that are trained.
+        info: class names by module and shapes by parameter.
         told: what the live watcher told.
-        wiring: those of `told` that came from the live capture, not from a rule; only where it is to be replayed.
         anomaly: the loop's step in which `detect_anomaly` found a backward that returned NaN, and its words; it is
             asked only where the loss was not finite.
         error: why the training ended early.
@@ -62,10 +61,8 @@ class Recording:
     samples: Snapshot | None
     losses: tuple[tuple[int, float], ...]
     first_bad: int | None
-    modules: dict[str, str]
-    trainable: tuple[str, ...]
+    info: ModelInfo
     told: tuple[Told, ...]
-    wiring: tuple[Told, ...] = ()
     anomaly: tuple[int, str] | None = None
     error: str | None = None
 
@@ -142,8 +139,10 @@ def _record(case: Case, seed: int, every: int | None, step_begins: Callable[[], 
         memory.merged(),
         tuple(losses),
         first_bad,
-        {name: type(module).__name__ for name, module in loop.model.named_modules()},
-        tuple(name for name, parameter in loop.model.named_parameters() if parameter.requires_grad),
+        ModelInfo(
+            {name: type(module).__name__ for name, module in loop.model.named_modules()},
+            {name: tuple(parameter.shape) for name, parameter in loop.model.named_parameters()},
+        ),
         tuple(told),
         error=error,
     )
@@ -170,18 +169,14 @@ def anomaly_of(case: Case, seed: int, broken: int) -> tuple[int, str] | None:
 
 
 def replay(recording: Recording) -> Recording:
-    """Apply the current rules to recorded samples; return the recording with their alerts. Wiring alerts are kept."""
-    manager, kept, told = AlertManager(default_rules(), clock=lambda: 0.0), FlightRecorder(), []
-    if recording.samples is not None:
-        for index in range(len(recording.samples)):
-            sample = recording.samples.sample(index)
-            kept.add(sample)
-            for found in manager.process(sample):
-                alert = with_diagnosis(found, kept.history(), modules=recording.modules)
-                kept.alert(alert)
-                told.append(Told(alert, int(sample.steps[0])))
-    told = sorted([*told, *recording.wiring], key=lambda one: one.at)
-    return replace(recording, told=tuple(told))
+    """Judge recorded samples by the present judgement. Alerts of the capture itself are kept."""
+    manager, told = AlertManager(default_rules(), recording.info), []
+    for index in range(0 if recording.samples is None else len(recording.samples)):
+        sample = recording.samples.sample(index)  # type: ignore[union-attr]  # there are samples
+        told += [Told(alert, int(sample.steps[0])) for alert in manager.process(sample)]
+    judged = {symptom.kind for symptom in SYMPTOMS}
+    kept = [one for one in recording.told if one.alert.incident is None or one.alert.incident.kind not in judged]
+    return replace(recording, told=tuple(sorted([*told, *kept], key=lambda one: one.at)))
 
 
 def recordings(
@@ -220,9 +215,7 @@ def _replayed(which: tuple[str, int, str, int]) -> Recording:
     if path.exists():
         return replay(pickle.loads(path.read_bytes()))
     live = _live((case, seed, "", 1))
-    by_rules = {(one.alert.title, one.alert.step) for one in replay(live).told}
-    wiring = tuple(one for one in live.told if (one.alert.title, one.alert.step) not in by_rules)
-    _write(path, live := replace(live, wiring=wiring))
+    _write(path, live)
     return replay(live)
 
 

@@ -152,9 +152,8 @@ def _titles_with_pictures(result: dict[str, Any]) -> list[str]:
 
 
 def alert_titles() -> list[str]:
-    """Those of the default rules, and of what the capture tells by itself."""
-    rules = [vars(type(rule)) for rule in default_rules()]
-    titles = [values[name] for values in rules for name in ("title", "shrinking", "negative") if name in values]
+    """Those of the judgement, and of what the capture tells by itself."""
+    titles = dict.fromkeys(symptom.title for symptom in SYMPTOMS)
     return [*titles, "Optimizer without the model", "Optimizer settings"]
 
 

@@ -256,7 +256,11 @@ class Facts:
         if self.raised != self.raised or len(norms) < 5 or self.raised - min(norms) < _CLIMBS:
             return 0.0
         steps = self.past.scalars["step"]
-        known = [steps[place] for place in self.places if self.past.scalars["raised"][place] == self.past.scalars["raised"][place]]
+        known = [
+            steps[place]
+            for place in self.places
+            if self.past.scalars["raised"][place] == self.past.scalars["raised"][place]
+        ]
         growth = steady_growth(norms, [*map(int, known), self.step], factor=math.exp(_CLIMBS))
         return 0.0 if growth is None else math.log(growth.factor)
 
