@@ -105,7 +105,8 @@ class Evidence:
     @derived
     def moves_far(self) -> bool:
         """Whether updates in a row were too large for any training."""
-        return self.moved_twice > 0.08 or self._second_change > 0.3
+        unseen = self.f.gap > 1 and self.f.moved > 0.05 and self.f.moved * self.f.gap > 0.5
+        return self.moved_twice > 0.08 or self._second_change > 0.3 or unseen
 
     @derived
     def _second_change(self) -> float:

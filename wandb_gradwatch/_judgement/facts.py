@@ -121,11 +121,13 @@ class Facts:
     @derived
     def sizes_P(self) -> FloatArray:
         """Numbers of elements: [P]; 0 without a gradient."""
-        return np.nan_to_num(self.rows_PC[:, Column.NUM_ELEMENTS])
+        sizes_P: FloatArray = self.rows_PC[:, Column.NUM_ELEMENTS]
+        return sizes_P if self.sample.is_complete else np.nan_to_num(sizes_P)
 
     @derived
     def num_elements(self) -> float:
-        return float(self.sizes_P.sum())
+        num = self.sample.sums[Column.NUM_ELEMENTS]
+        return num if num == num else float(self.sizes_P.sum())
 
     @derived
     def present_P(self) -> BoolArray:
@@ -159,7 +161,8 @@ class Facts:
 
     @derived
     def is_broken(self) -> bool:
-        return bool(self.broken_P.any())
+        num = self.sample.sums[Column.PARAM_NUM_NONFINITE]
+        return num > 0 if num == num else bool(self.broken_P.any())
 
     @derived
     def weights(self) -> float:
@@ -304,11 +307,13 @@ class Facts:
         """
         names, steps = self.structure.names, self.past.scalars["step"]
         squares_NP = self.past.rows.column(Column.PARAM_SUM_SQ, names, _UPDATES)
+        if not len(squares_NP):
+            return squares_NP
         steps_N = np.array([*steps[-len(squares_NP) :], self.step][-len(squares_NP) - 1 :])
         w_NP = _half_log(np.concatenate([squares_NP, self.rows_PC[None, :, Column.PARAM_SUM_SQ]]))
         gaps_N1 = np.maximum(np.diff(steps_N), 1.0)[:, None]
         with np.errstate(invalid="ignore", divide="ignore"):
-            typical = self.weights - 0.5 * math.log(max(self.num_elements, 1.0))
+            typical = self.past.scalars["weights"][-1] - 0.5 * math.log(max(self.num_elements, 1.0))
             floor_P = np.fmax(typical, -0.25 * np.log(self.sizes_P) - X2) + 0.5 * np.log(self.sizes_P)
             shrunk_NP, grown_NP = np.diff(w_NP, axis=0), np.diff(np.fmax(w_NP, floor_P), axis=0)
             changes_NP = np.where(shrunk_NP < 0, shrunk_NP, grown_NP) / gaps_N1
@@ -436,7 +441,7 @@ class Facts:
         """The smallest of the newest eight losses above the largest of the 32 before them, in their unit."""
         newest = self.last("loss", self.loss, 8)
         earlier = self.before("loss", 39)[:-7]
-        if len(newest) < 8 or len(earlier) < 32:
+        if len(newest) < 8 or len(earlier) < 32 or not min(newest) > max(earlier):
             return math.nan
         median = _median(earlier)
         deviation = 1.4826 * _median([abs(value - median) for value in earlier])
@@ -455,7 +460,7 @@ class Facts:
         """Whether the newest losses are below the level before: the training learns."""
         newest, earlier = self.last("loss", self.loss, _NEWEST), self.before("loss", _LEVEL + _NEWEST - 1)
         earlier = earlier[: 1 - _NEWEST]
-        if len(newest) < 3 or len(earlier) < 3:
+        if len(newest) < 3 or len(earlier) < 3 or self.loss > max(earlier):
             return False
         return 0 <= _median(newest) < _median(earlier[: max(len(earlier) // 2, 3)])
 
@@ -598,7 +603,7 @@ class Facts:
     @derived
     def depth(self) -> float:
         """Log of the last layer's gradient norm / the first layer's, on a line, if the norms are in order; else 0."""
-        if not self.spread > X5:
+        if not self.spread > X100:
             return 0.0
         with np.errstate(over="ignore"):
             norms_L = np.exp(np.clip(self.g_L, -700, 700))
@@ -671,7 +676,9 @@ class Facts:
     @derived
     def coarse(self) -> float:
         """Share of zeros, where the smallest other elements are the smallest numbers of float16; else 0."""
-        scale = float(self.snapshot.loss_scale[self.place])
+        if self.fact("output_largest") > 65504 and self.fact("loss_largest") > 65504 and not self.scale > 0:
+            return 0.0  # no float16
+        scale = self.scale
         smallest = self.rows_PC[:, Column.GRAD_ABS_MIN_NONZERO] * (scale if scale > 0 else 1.0)
         units = float(np.nanmin(np.where(smallest > 0, smallest, np.nan), initial=np.inf)) * 2.0**24
         if not (0.5 < units < 1024 and abs(units - round(units)) < 1e-6):
@@ -702,11 +709,11 @@ class Facts:
 
     @derived
     def all_zero(self) -> bool:
-        return self.sample.norm == 0 and not self.sample.has_nonfinite and bool(self.present_P.any())
+        return self.sample.norm == 0 and not self.sample.has_nonfinite and not self.is_empty
 
     @derived
     def is_empty(self) -> bool:
-        return not self.present_P.any()
+        return not (self.sample.is_complete and len(self.rows_PC)) and not self.present_P.any()
 
     @derived
     def scale(self) -> float:

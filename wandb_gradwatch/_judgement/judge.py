@@ -57,32 +57,29 @@ class _Scale:
 
     def __init__(self, info: ModelInfo, symptoms: tuple[Symptom, ...], every: int) -> None:
         self.observer = Observer(info, every)
-        self._symptoms = symptoms
-        self._streaks = [_Streak() for _ in symptoms]
+        self._rows = [(symptom, _Streak()) for symptom in symptoms]
         self._last_step = 0
 
     def findings(self, snapshot: Snapshot, sample: Overview) -> Iterator[Finding]:
         is_trial = bool(snapshot.inferred[sample.place])
         for facts in self.observer.see(snapshot, sample):
             before, self._last_step = self._last_step, facts.step
-            for symptom, streak in zip(self._symptoms, self._streaks, strict=True):
+            for symptom, streak in self._rows:
                 if is_trial and not symptom.always:
                     continue
-                found = self._look(symptom, streak, facts, before or facts.step - 1)
-                if found is not None:
+                is_there = symptom.when(facts)
+                if not (is_there.any() if isinstance(is_there, np.ndarray) else is_there):  # the usual case
+                    streak.num_P = None
+                elif (found := self._look(symptom, streak, facts, is_there, before or facts.step - 1)) is not None:
                     yield found
 
-    def _look(self, symptom: Symptom, streak: _Streak, facts: Facts, before: int) -> Finding | None:
-        is_there = symptom.when(facts)
+    def _look(
+        self, symptom: Symptom, streak: _Streak, facts: Facts, is_there: bool | BoolArray, before: int
+    ) -> Finding | None:
+        """Return the finding of a symptom that is there, if it has lasted for long enough."""
         if isinstance(is_there, np.ndarray):
-            if not is_there.any():
-                streak.num_P = None
-                return None
             names = facts.structure.modules.names if symptom.of == "modules" else facts.structure.names
             there_P = is_there
-        elif not is_there:
-            streak.num_P = None
-            return None
         else:
             names, there_P = (), np.ones(1, dtype=bool)
         streak.see(names, there_P, facts.step, before)
@@ -99,21 +96,22 @@ class _Scale:
 
     def state_dict(self) -> dict[str, Any]:
         streaks = [
-            None
-            if one.num_P is None
-            else [list(one.names), *(a.tolist() for a in (one.num_P, one.since_P, one.before_P) if a is not None)]
-            for one in self._streaks
+            None if one.num_P is None else [list(one.names), one.num_P, one.since_P, one.before_P]
+            for _, one in self._rows
         ]
         return {"observer": self.observer.state_dict(), "streaks": streaks, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.observer.load_state_dict(state["observer"])
-        if len(state["streaks"]) == len(self._streaks):
-            self._streaks = [
-                _Streak() if one is None else _Streak(tuple(one[0]), *(np.array(a, dtype=np.float64) for a in one[1:]))
-                for one in state["streaks"]
-            ]
         self._last_step = int(state["last_step"])
+        if len(state["streaks"]) != len(self._rows):  # of another version: its rows are others
+            return
+        for (_, streak), saved in zip(self._rows, state["streaks"], strict=True):
+            names, *numbers = saved or ((), None, None, None)
+            streak.names = tuple(map(str, names))
+            streak.num_P, streak.since_P, streak.before_P = (
+                None if one is None else np.array(one, dtype=np.float64) for one in numbers
+            )
 
 
 class Judge:

@@ -70,7 +70,7 @@ _PATTERNS: Final = (
     Pattern("not_in_optimizer", "O", lambda e: True),
     Pattern("zero_grad_missing", "Z", lambda e: True, lambda e: "gradients were neither None nor 0 before the backward"),
     Pattern("schedule", "R", lambda e: True, lambda e: f"the learning rate is {number(e.f.rate)}"),
-    Pattern("inputs_zero", "0DMVTANF", lambda e: e.f.fact("input_zero_ratio") == 1, lambda e: "all elements of the inputs are 0"),
+    Pattern("inputs_zero", "0DMVTA", lambda e: e.f.fact("input_zero_ratio") == 1, lambda e: "all elements of the inputs are 0"),
     Pattern("inputs_repeated", "2", lambda e: True),
     Pattern(
         "nonfinite_inputs", "NFA", _bad_inputs,
@@ -110,6 +110,7 @@ _PATTERNS: Final = (
         lambda e: f"the first inputs have a root mean square of {number(e.run.inputs_first)}",
     ),
     Pattern("data_scale", "T", lambda e: e.run.loss_first > 1000, lambda e: f"the first loss is {number(e.run.loss_first)}"),
+    Pattern("data_scale", _UP, lambda e: e.run.loss_first > 1e6, lambda e: f"the first loss is {number(e.run.loss_first)}"),
     Pattern("data_scale", "X", lambda e: True),
     Pattern("constant_initialisation", "Y", lambda e: True),
     Pattern("poor_initialisation", "I", lambda e: True),
@@ -154,6 +155,7 @@ _PATTERNS: Final = (
         "loss_scale", "AN", lambda e: e.f.scale > 1 and e.has_inf_only and e.loss_is_good and not e.is_broken,
         lambda e: f"Inf at the loss scale {number(e.f.scale)}, while the loss is finite",
     ),
+    Pattern("broken_weights", "A", lambda e: e.is_broken, lambda e: "a parameter is not finite", "learning_rate_too_high"),
     Pattern(
         "overflow", "NFA", _forward_overflows,
         lambda e: f"{e.f.fact('output_num_nonfinite'):.0f} elements of the outputs, in float16, are not finite",
@@ -175,6 +177,14 @@ _PATTERNS: Final = (
         "nonfinite_inputs", "N",
         lambda e: not e.is_broken and e.bias_is_clean and e.bad_is_first and not e.f.bad_loss,
         lambda e: f"the weights of {e.bad_at} are affected, its bias is not", "bad_batch",
+    ),
+    Pattern(
+        "learning_rate_too_high", "NF", lambda e: e.f.rate_climb > X10 and e.is_broken,
+        lambda e: f"the learning rate has risen {times(e.f.rate_climb)}",
+    ),
+    Pattern(
+        "invalid_operation", "N", lambda e: e.is_broken and e.f.gap > 1,
+        lambda e: "parameters became NaN in steps that were not measured, after ordinary ones", "learning_rate_too_high",
     ),
     Pattern("wrong_sign", "ENLG", lambda e: e.f.loss_of_first < -5 and e.f.loss <= e.run.loss_least, lambda e: f"the loss falls without bound, to {number(e.f.loss)}", "unbounded_loss"),
     Pattern(
@@ -207,7 +217,7 @@ _PATTERNS: Final = (
     Pattern("small_batch_norm", "EVDT", lambda e: e.structure.has_batch_norm and (e.is_tiny_batch or e.scatter_before_norm > 1.2), lambda e: "batch norm over few inputs"),
     Pattern(
         "recurrence", "EN",
-        lambda e: e.recurrent_share > 0.3 and e.jump > X3 and not e.f.is_clipped and not e.moves_far,
+        lambda e: e.recurrent_share > 0.3 and e.jump > X3 and not (e.f.is_clipped or e.moves_far or e.loss_factor > 0.5),
         lambda e: f"{percent(e.recurrent_share)} of it is in recurrent layers", "learning_rate_too_high",
     ),
     Pattern(
@@ -242,7 +252,10 @@ _PATTERNS: Final = (
     Pattern("unused_layers", "M", lambda e: True, lambda e: "", "frozen_layers"),
     Pattern("learning_rate_too_high", "VDT", lambda e: e.moves_far and not e.dead_from_start, lambda e: f"the parameters' norm moves by {percent(e.moved_twice)} per step"),
     Pattern("data_changed", "D", lambda e: e.is_first_empty and not e.dead_from_start and not e.f.fact("input_zero_ratio") < 1, lambda e: "the inputs of the first layer are 0", "inputs_zero"),
-    Pattern("backward_zeroed", "D", lambda e: e.learns_in_front, lambda e: "a layer in front of them has a gradient, which passed through them"),
+    Pattern(
+        "dead_units", "D", lambda e: e.learns_in_front and not e.dead_from_start,
+        lambda e: "a layer in front of them has a gradient", "backward_zeroed",
+    ),
     Pattern("unused_layers", "D", lambda e: e.is_last_dead, lambda e: "even the last layer has none", "dead_units"),
     Pattern("poor_initialisation", "D", lambda e: e.dead_from_start and e.is_early, lambda e: "dead from the first step on", "dead_units"),
     Pattern("dead_units", "D", lambda e: e.feeds_nothing or e.feeds_relu, lambda e: "the layers after them get nothing but 0"),

@@ -60,6 +60,7 @@ class Structure:
         self.is_expert_P = _matches(_EXPERT, names)
         self.branch_L = tuple(branch_of(name) for name in self.modules.names)
         self.has_batch_norm = any("BatchNorm" in one for one in info.classes.values())
+        self.begins_with_norm = bool(self.class_L) and "Norm" in self.class_L[0]
         self.has_norm = any("Norm" in one for one in info.classes.values())
         self.has_relu = any(_RELU.search(one) for one in info.classes.values())
         self.squashes = any(_SQUASHES.search(one) for one in info.classes.values())

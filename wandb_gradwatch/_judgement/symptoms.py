@@ -99,19 +99,19 @@ def _passed(facts: Facts) -> bool:
     return usual[-1] > X10 and not usual[-2] > X5 and facts.usual < X2 and usual[-1] > 4 * facts.scatter
 
 
-def _faint_P(facts: Facts) -> BoolArray:
+def _faint_P(facts: Facts) -> bool | BoolArray:
     """Weights whose gradient is a ten-millionth of the largest one, and of themselves."""
     if not facts.spread > -math.log(TINY):
-        return np.zeros(0, dtype=bool)
+        return False
     own_P = facts.g_P - facts.w_P
     faint_P: BoolArray = (facts.share_P < math.log(TINY)) & (own_P < math.log(NOTHING)) & facts.is_weight_P
-    return faint_P if not facts.is_held_up else np.zeros_like(faint_P)
+    return faint_P if not facts.is_held_up else False
 
 
-def _silent_L(facts: Facts) -> BoolArray:
+def _silent_L(facts: Facts) -> bool | BoolArray:
     """Modules that have fallen to a hundredth at once, while the whole has not."""
     if facts.seen < LONG or not facts.has_fallen or facts.fell > X10:
-        return np.zeros(0, dtype=bool)
+        return False
     silent_L: BoolArray = facts.fell_L > X100 + X2
     return silent_L
 
@@ -130,28 +130,27 @@ def _varies_L(facts: Facts, samples: int = SURE) -> BoolArray:
     return varies_L
 
 
-def _dead_L(facts: Facts) -> BoolArray:
+def _dead_L(facts: Facts) -> bool | BoolArray:
     """Modules in which the same units have no gradient for longer than chance explains."""
     if facts.dead is None or facts.is_held_up or not facts.of_largest > math.log(NOTHING):
-        return np.zeros(len(facts.structure.modules.names), dtype=bool)
+        return False
     row_L, _, chance_L = facts.dead
     return (row_L >= SURE) & (chance_L < CHANCE) & ~_varies_L(facts) & _is_layer_L(facts) & ~facts.is_empty_L
 
 
-def _cut_L(facts: Facts) -> BoolArray:
+def _cut_L(facts: Facts) -> bool | BoolArray:
     """Modules that have lost any gradient, because the module after them has inputs of 0."""
     if facts.cut is None or facts.is_held_up:
-        return np.zeros(len(facts.structure.modules.names), dtype=bool)
+        return False
     row_L, _, chance_L = facts.cut
     cut_L: BoolArray = (row_L >= 2) & (chance_L < CHANCE)
     return cut_L
 
 
-def _died_L(facts: Facts) -> BoolArray:
+def _died_L(facts: Facts) -> bool | BoolArray:
     """Modules half of whose units have died at once."""
-    none = np.zeros(len(facts.structure.modules.names), dtype=bool)
     if not facts.is_any_dead or not (np.nan_to_num(facts.dead_L) >= 0.5).any() or facts.num_before < SURE:
-        return none
+        return False
     rows = facts.dead_before(64)
     newest = np.concatenate([rows[-SOON:], facts.dead_L[None]])
     with np.errstate(invalid="ignore"):
@@ -161,23 +160,22 @@ def _died_L(facts: Facts) -> BoolArray:
     return died_L & ~facts.is_empty_L & (facts.num_units_L >= _FEW_UNITS / 2)
 
 
-def _emptied_L(facts: Facts) -> BoolArray:
+def _emptied_L(facts: Facts) -> bool | BoolArray:
     """Modules whose inputs are all 0."""
     if not facts.norm > 0 or not facts.is_any_dead:
-        return np.zeros(0, dtype=bool)
+        return False
     return facts.is_empty_L
 
 
-def _lost_P(facts: Facts) -> BoolArray:
+def _lost_P(facts: Facts) -> bool | BoolArray:
     """Parameters that have had a gradient, or never had one beside the others, and have none for long."""
-    none = np.zeros(len(facts.structure.names), dtype=bool)
     if facts.missing is None or facts.is_empty:
-        return none
+        return False
     row_P, before_P, chance_P = facts.missing
     is_phase = facts.run.came_step >= facts.step - facts.gap * row_P.max()
     lost_P: BoolArray = (row_P >= 5) & (chance_P < NOTHING)
     if is_phase:
-        return none
+        return False
     # A loss of differences of outputs does not depend on the last bias.
     cancelled_P = facts.structure.is_bias_P & ~facts.missing_P[_sibling(facts)]
     lost_P &= ~cancelled_P & ((before_P > 0) | (row_P >= _VERY_LONG))
@@ -191,33 +189,32 @@ def _sibling(facts: Facts) -> np.ndarray:
     return np.array([first[int(module)] for module in modules.of_parameter])
 
 
-def _cut_off_P(facts: Facts) -> BoolArray:
+def _cut_off_P(facts: Facts) -> bool | BoolArray:
     """Parameters that never had a gradient: all from the input up to a layer, while all others have one."""
     missing_P = facts.missing_P
-    none = np.zeros(len(missing_P), dtype=bool)
     if facts.missing is None or not missing_P.any() or missing_P.all():
-        return none
+        return False
     _, before_P, _ = facts.missing
     num = int(np.argmin(missing_P))
     if not num or missing_P[num:].any() or before_P[:num].any():
-        return none
-    none[:num] = True
-    return none
+        return False
+    cut_off_P = np.zeros(len(missing_P), dtype=bool)
+    cut_off_P[:num] = True
+    return cut_off_P
 
 
-def _unowned_P(facts: Facts) -> BoolArray:
+def _unowned_P(facts: Facts) -> bool | BoolArray:
     begin = keys.WIRING_UNOWNED
     found = {key.removeprefix(begin) for key in facts.snapshot.metrics if key.startswith(begin)}
     if not found:
-        return np.zeros(0, dtype=bool)
+        return False
     return np.array([name in found and facts.metric(begin + name) > 0 for name in facts.structure.names])
 
 
-def _still_P(facts: Facts) -> BoolArray:
+def _still_P(facts: Facts) -> bool | BoolArray:
     """Parameters that do not change by a bit, although others do."""
-    none = np.zeros(len(facts.structure.names), dtype=bool)
     if facts.still is None or facts.is_still or not facts.rate > 0 or facts.of_largest <= -X1000:
-        return none
+        return False
     row_P, _, _ = facts.still
     with np.errstate(invalid="ignore"):
         zero_P = facts.rows_PC[:, Column.PARAM_SUM_SQ] == 0
@@ -233,12 +230,12 @@ def _updates_lost(facts: Facts) -> bool:
     adaptive = bool((facts.per_parameter("epsilon") > 0).any())
     size = 0.5 * math.log(max(facts.num_elements, 1.0)) if adaptive else facts.g
     implied = math.log(facts.rate) + size - facts.weights
-    return facts.change > 0 and math.log(facts.change) < implied - X1000
+    return facts.change == 0 or (facts.change > 0 and math.log(facts.change) < implied - X1000)
 
 
-def _large_gain_P(facts: Facts) -> BoolArray:
+def _large_gain_P(facts: Facts) -> bool | BoolArray:
     if not (facts.is_fresh and facts.num_before == 0):
-        return np.zeros(0, dtype=bool)
+        return False
     limit_P = np.where(facts.structure.is_recurrent_P, 1.5, 2.5)
     unknown_P = np.isnan(facts.gain_P) & ~facts.structure.is_bias_P & facts.is_weight_P & ~facts.structure.is_norm_P
     large_P: BoolArray = (facts.gain_P > limit_P) | (unknown_P & (facts.rms_P > 10))
@@ -253,18 +250,18 @@ def _large_outputs(facts: Facts) -> bool:
     return facts.fact("output_rms") > 10 and width > 1 and facts.loss > 3 * math.log(width)
 
 
-def _large_bias_P(facts: Facts) -> BoolArray:
+def _large_bias_P(facts: Facts) -> bool | BoolArray:
     if not (facts.is_fresh and facts.num_before == 0):
-        return np.zeros(0, dtype=bool)
+        return False
     large_P: BoolArray = facts.structure.is_bias_P & (facts.rms_P > 7) & (facts.sizes_P >= 4)
     large_P[-1] = False
     return large_P
 
 
-def _constant_P(facts: Facts) -> BoolArray:
+def _constant_P(facts: Facts) -> bool | BoolArray:
     """Layers whose units are all equal: their biases have one gradient, or their weights one value."""
     if not (facts.is_fresh and facts.num_before == 0):
-        return np.zeros(0, dtype=bool)
+        return False
     low_P, high_P = facts.rows_PC[:, Column.GRAD_MIN], facts.rows_PC[:, Column.GRAD_MAX]
     is_bias_P, size_P, rms_P, gain_P = facts.structure.is_bias_P, facts.sizes_P, facts.rms_P, facts.gain_P
     equal_P = (low_P == high_P) & (high_P != 0) & is_bias_P & (size_P >= 4)
@@ -281,35 +278,34 @@ def _constant_P(facts: Facts) -> BoolArray:
     return constant_P
 
 
-def _jumping_P(facts: Facts) -> BoolArray:
+def _jumping_P(facts: Facts) -> bool | BoolArray:
     """Weights whose gradient has jumped far above its own usual, while the others and the loss are usual."""
-    none = np.zeros(len(facts.structure.names), dtype=bool)
     if facts.num_before < SURE or not facts.loss_is_usual or facts.moved > MOVED:
-        return none
+        return False
     before_P = facts.past.rows.back(Column.GRAD_SUM_SQ, facts.structure.names)
     if not np.count_nonzero(facts.rows_PC[:, Column.GRAD_SUM_SQ] > 100 * before_P) and not facts.run.num_jumping:
-        return none
+        return False
     rise_P = facts.rise_P
     high_P: BoolArray = (rise_P > X30) & facts.is_weight_P & ~facts.structure.is_embedding_P
     others = np.abs(rise_P[facts.is_weight_P & ~high_P])
     others = others[np.isfinite(others)]
     facts.run.num_jumping = 0
     if not high_P.any() or not others.size or not np.median(others) < X2:
-        return none
+        return False
     facts.run.num_jumping = 1
     return high_P
 
 
-def _grew_P(facts: Facts) -> BoolArray:
+def _grew_P(facts: Facts) -> bool | BoolArray:
     if not _is_large(facts) or facts.loss_falls or not facts.grows_twice > _fast(facts):
-        return np.zeros(0, dtype=bool)
+        return False
     grew_P: BoolArray = facts.grew_twice_P > _fast(facts)
     return grew_P
 
 
-def _halved_P(facts: Facts) -> BoolArray:
+def _halved_P(facts: Facts) -> bool | BoolArray:
     if not (_is_large(facts) and facts.is_moving):
-        return np.zeros(0, dtype=bool)
+        return False
     halved_P: BoolArray = (facts.shrinks_P < -SHRUNK) & (facts.lost_P < -X2)
     return halved_P
 
@@ -559,7 +555,8 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
         f"{number(f.loss)}",
     ),
     Symptom(
-        "large_inputs", "Large inputs", "WARN", lambda f: f.is_first and f.inputs > 50,
+        "large_inputs", "Large inputs", "WARN",
+        lambda f: f.is_first and f.inputs > 50 and not f.structure.begins_with_norm,
         lambda f: f"the inputs have a root mean square of {number(f.inputs)}", samples=2,
     ),
     Symptom(
