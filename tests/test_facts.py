@@ -250,6 +250,18 @@ def test_copies_and_files_of_a_watched_model_are_not_watched() -> None:
     assert fact(samples(watcher, sink), "num_forwards") == [1]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_traced_model_is_not_looked_at_and_a_script_says_what_to_do() -> None:
+    (watcher, sink), optimizer = watch(model := nn.Linear(2, 1)), sgd(model)
+    torch.jit.trace(model, torch.full((5, 2), 9.0))
+    with pytest.raises(AttributeError, match=r"call unwatch\(model\) before"):
+        torch.jit.script(model)
+    torch.export.export(model, (torch.full((5, 2), 9.0),))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert fact(samples(watcher, sink), "num_forwards") == [1]
+
+
 def test_unwatch_leaves_no_hook_on_the_model() -> None:
     plain, model = Doubler(), Doubler()
     watch(model)

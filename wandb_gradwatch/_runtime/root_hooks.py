@@ -19,6 +19,13 @@ class _RootHook(TransientHook):
     # A copy of the method without another frame: the compiler's strategy belongs to the code, which others share.
     __call__ = FunctionType(TransientHook.__call__.__code__.replace(), TransientHook.__call__.__globals__)
 
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script asks every hook for its name, and compiles the hook.
+        raise AttributeError(
+            "torch.jit.script cannot compile a model while wandb_gradwatch watches it: call unwatch(model) before"
+        )
+
 
 _EVAL_FRAME: Final[Any] = torch._C._dynamo.eval_frame
 if hasattr(_EVAL_FRAME, "set_code_exec_strategy"):  # torch >= 2.7; before, the hook is compiled to nothing
