@@ -46,7 +46,7 @@ def trained(model: nn.Module, groups: Sequence[Sequence[Any]], *, call: Any = No
     for micro_batches in groups:
         optimizer.zero_grad()
         for batch in micro_batches:
-            (call or model)(batch).sum().backward()
+            (model if call is None else call)(batch).sum().backward()
         optimizer.step()
     return samples(watcher, sink)
 
@@ -312,6 +312,16 @@ def compile_in_place(model: nn.Module) -> Any:
 
 def compile_step(model: nn.Module) -> Any:
     return torch.compile(lambda x: model(x), backend="aot_eager")
+
+
+@pytest.mark.parametrize("compiled", [compile_root, compile_in_place, compile_step])
+def test_a_model_with_hooks_of_others_is_compiled_once(compiled: Callable[[nn.Module], Any]) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Compiled()
+    model.register_forward_hook(lambda *_: None)
+    trained(model, [[torch.ones(5, 2)]] * 4, call=compiled(model))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["watched first", "compiled first"])
