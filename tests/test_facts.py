@@ -460,6 +460,17 @@ def test_a_sparse_gradient_has_no_direction_but_its_parameter_moves() -> None:
     np.testing.assert_array_equal(of(found, "weight_moved", "weight"), [NAN, 0])
 
 
+@pytest.mark.filterwarnings("error")
+def test_gradients_and_parameters_that_are_not_finite_have_no_direction_and_no_change() -> None:
+    (watcher, sink), optimizer = watch(model := Chosen(a=2)), sgd(model, 0.1)
+    for gradient in ([1.0, 0.0], [INF, 0.0], [1.0, NAN], [1.0, 0.0]):
+        step(model, optimizer, a=gradient)
+    found = samples(watcher, sink)
+    assert np.isnan(of(found, "grad_cosine", "a")).all()
+    np.testing.assert_allclose(of(found, "weight_change", "a"), [NAN, 0.1 / 2**0.5, NAN, NAN], rtol=1e-6)
+    np.testing.assert_array_equal(of(found, "weight_moved", "a"), [NAN, 0.5, 0.5, 0.5])  # each time the other one stays
+
+
 def test_a_loss_scale_and_clipping_do_not_turn_a_gradient() -> None:
     (watcher, sink), optimizer = watch(model := Chosen(a=2)), sgd(model, 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
