@@ -46,7 +46,7 @@ def trained(model: nn.Module, groups: Sequence[Sequence[Any]], *, call: Any = No
     for micro_batches in groups:
         optimizer.zero_grad()
         for batch in micro_batches:
-            (call or model)(batch).sum().backward()
+            (model if call is None else call)(batch).sum().backward()
         optimizer.step()
     return samples(watcher, sink)
 
@@ -250,6 +250,18 @@ def test_copies_and_files_of_a_watched_model_are_not_watched() -> None:
     assert fact(samples(watcher, sink), "num_forwards") == [1]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_traced_model_is_not_looked_at_and_a_script_says_what_to_do() -> None:
+    (watcher, sink), optimizer = watch(model := nn.Linear(2, 1)), sgd(model)
+    torch.jit.trace(model, torch.full((5, 2), 9.0))
+    with pytest.raises(AttributeError, match=r"call unwatch\(model\) before"):
+        torch.jit.script(model)
+    torch.export.export(model, (torch.full((5, 2), 9.0),))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert fact(samples(watcher, sink), "num_forwards") == [1]
+
+
 def test_unwatch_leaves_no_hook_on_the_model() -> None:
     plain, model = Doubler(), Doubler()
     watch(model)
@@ -300,6 +312,16 @@ def compile_in_place(model: nn.Module) -> Any:
 
 def compile_step(model: nn.Module) -> Any:
     return torch.compile(lambda x: model(x), backend="aot_eager")
+
+
+@pytest.mark.parametrize("compiled", [compile_root, compile_in_place, compile_step])
+def test_a_model_with_hooks_of_others_is_compiled_once(compiled: Callable[[nn.Module], Any]) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Compiled()
+    model.register_forward_hook(lambda *_: None)
+    trained(model, [[torch.ones(5, 2)]] * 4, call=compiled(model))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["watched first", "compiled first"])
@@ -436,6 +458,17 @@ def test_a_sparse_gradient_has_no_direction_but_its_parameter_moves() -> None:
     found = trained(model, [[torch.tensor([[0]])], [torch.tensor([[0]])]])
     assert np.isnan(of(found, "grad_cosine", "weight")).all()
     np.testing.assert_array_equal(of(found, "weight_moved", "weight"), [NAN, 0])
+
+
+@pytest.mark.filterwarnings("error")
+def test_gradients_and_parameters_that_are_not_finite_have_no_direction_and_no_change() -> None:
+    (watcher, sink), optimizer = watch(model := Chosen(a=2)), sgd(model, 0.1)
+    for gradient in ([1.0, 0.0], [INF, 0.0], [1.0, NAN], [1.0, 0.0]):
+        step(model, optimizer, a=gradient)
+    found = samples(watcher, sink)
+    assert np.isnan(of(found, "grad_cosine", "a")).all()
+    np.testing.assert_allclose(of(found, "weight_change", "a"), [NAN, 0.1 / 2**0.5, NAN, NAN], rtol=1e-6)
+    np.testing.assert_array_equal(of(found, "weight_moved", "a"), [NAN, 0.5, 0.5, 0.5])  # each time the other one stays
 
 
 def test_a_loss_scale_and_clipping_do_not_turn_a_gradient() -> None:

@@ -187,7 +187,8 @@ class ForwardFacts:
 
     def _forward_done(self, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         is_training = torch.is_grad_enabled() and module.training and current_graph_task() == -1
-        if is_training and not (replay.is_running or graph_is_made() or _is_transformed(module)):
+        is_traced = graph_is_made() or torch._C._get_tracing_state() is not None
+        if is_training and not (replay.is_running or is_traced or _is_transformed(module)):
             self._boundary.run(self._note, number, (args, kwargs), output)
 
     def _note(self, number: int, inputs: Any, output: Any) -> None:

@@ -19,6 +19,13 @@ class _RootHook(TransientHook):
     # A copy of the method without another frame: the compiler's strategy belongs to the code, which others share.
     __call__ = FunctionType(TransientHook.__call__.__code__.replace(), TransientHook.__call__.__globals__)
 
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script asks every hook for its name, and compiles the hook.
+        raise AttributeError(
+            "torch.jit.script cannot compile a model while wandb_gradwatch watches it: call unwatch(model) before"
+        )
+
 
 _EVAL_FRAME: Final[Any] = torch._C._dynamo.eval_frame
 if hasattr(_EVAL_FRAME, "set_code_exec_strategy"):  # torch >= 2.7; before, the hook is compiled to nothing
@@ -29,8 +36,8 @@ if hasattr(_EVAL_FRAME, "set_code_exec_strategy"):  # torch >= 2.7; before, the 
 class RootHooks:
     """Forward hooks with keyword arguments, which are taken off while the compiler traces.
 
-    Otherwise a compiled function that calls a hooked model would be compiled again when the hook is removed. Traced
-    without the hook, the function calls the model without it from then on.
+    Otherwise a compiled function that calls a hooked model would be compiled again when the hook is removed, as it is
+    if the model has hooks of others too. Traced without the hook, the function calls the model without it.
 
     Args:
         owner: whether the hooks do anything, and who gets their exceptions.
@@ -78,6 +85,9 @@ class RootHooks:
     @entry_point()
     def _tracing_begins(self, *_: object) -> None:
         for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks is None or len(hooks) > 1:  # code that is compiled with other hooks depends on all of them
+                continue
             for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
                 if (table := reference()) is not None and handle.id in table:
                     self._taken_off.append((table, handle.id, table.pop(handle.id)))
