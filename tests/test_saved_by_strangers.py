@@ -49,6 +49,8 @@ SPOILED: dict[str, tuple[str, Any]] = {
     "list": ("words", np.array("[1]")),
     "deep": ("words", np.array('{"format":' + "[" * 100_000)),
     "format": ("words", words(format=1)),
+    "incidents": ("words", words(incidents=None)),
+    "odd incident": ("words", words(incidents=[{"kind": "a"}])),
     "no notes": ("words", words(notes=None)),
     "odd notes": ("words", words(notes=[["x", {}]])),
     "odd note": ("words", words(notes=[[1, {"a": []}]])),

@@ -21,7 +21,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 import wandb_gradwatch
 from benchmarks.page import write_record
-from wandb_gradwatch import WandbSink
+from wandb_gradwatch import MemorySink, WandbSink, load_recording
 from wandb_gradwatch._cli import main
 from wandb_gradwatch._judgement.incident import Incident, Layer
 from wandb_gradwatch._judgement.verdict import MAX_INCIDENTS, incidents_within
@@ -60,6 +60,17 @@ def test_an_incident_is_in_the_runs_file_with_its_end(watched: Any, offline_run:
     assert incident.recovered_step is not None
     assert (of_run.verdict.status, of_run.verdict.num_steps, of_run.verdict.num_measured) == ("error", 61, 61)
     assert summary_of(offline_run)["gradwatch/verdict"] == of_run.verdict.sentence
+
+
+def test_the_watcher_the_alert_and_the_recorders_file_have_the_same_incident(watched: Any, tmp_path: Path) -> None:
+    sink = MemorySink()
+    watcher, _model = trained(watched, *[CALM] * 30, BAD, sinks=[sink])
+    verdict = watcher.verdict()
+    assert (verdict.status, verdict.num_steps, verdict.num_measured) == ("error", 31, 31)
+    assert [alert.incident for alert in sink.alerts] == list(verdict.incidents)
+    (path,) = watcher.record(tmp_path / "flight.npz")
+    recorded = load_recording(path).incidents
+    assert [one.to_dict() for one in recorded] == [one.to_dict() for one in verdict.incidents]
 
 
 def test_while_an_incident_lasts_its_last_step_in_the_run_goes_on(watched: Any, offline_run: Any) -> None:
@@ -182,9 +193,13 @@ BROKEN = {
     "too many": json.dumps(json.dumps([incident().to_dict()] * 21)),
     "too long": json.dumps(json.dumps([incident(fact="f" * MAX_INCIDENTS_TEXT).to_dict()])),
     "too deep": json.dumps("[" * 40_000),
-    "no incident": json.dumps(json.dumps([1])),
-    "a huge step": json.dumps(json.dumps([incident().to_dict() | {"last_step": 10**300}])),
-    "a huge value": json.dumps(json.dumps([incident().to_dict() | {"values": {"a": 10**400}}])),
+}
+NO_INCIDENTS = {
+    "a number": 1,
+    "nothing": {},
+    "a huge step": incident().to_dict() | {"last_step": 10**300},
+    "a huge value": incident().to_dict() | {"values": {"a": 10**400}},
+    "layers without names": incident().to_dict() | {"layers": [{"value": 1.0}]},
 }
 
 
@@ -194,6 +209,15 @@ def test_what_a_stranger_writes_in_place_of_incidents_is_left_out_with_a_note(te
     reader = RunReader(Path("run-x.wandb"))
     reader.take_summary(summary(json.dumps(json.dumps([incident(7).to_dict()])), nested=nested).summary)
     reader.take_summary(summary(text, nested=nested).summary)
+    of_run = reader.history()
+    assert [one.first_step for one in of_run.incidents] == [7]
+    assert any("cannot be read" in note and "gradwatch/incidents" in note for note in of_run.notes)
+
+
+@pytest.mark.parametrize("told", NO_INCIDENTS.values(), ids=list(NO_INCIDENTS))
+def test_what_is_no_incident_is_left_out_with_a_note_and_the_others_stay(told: Any) -> None:
+    reader = RunReader(Path("run-x.wandb"))
+    reader.take_summary(summary(json.dumps(json.dumps([told, incident(7).to_dict()]))).summary)
     of_run = reader.history()
     assert [one.first_step for one in of_run.incidents] == [7]
     assert any("cannot be read" in note and "gradwatch/incidents" in note for note in of_run.notes)

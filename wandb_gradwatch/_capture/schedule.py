@@ -185,6 +185,7 @@ class Schedule:
         """Undo steps that turned out not to be updates."""
         self._next_sample -= num_steps
         self.last_sample -= num_steps
+        self.num_measured = min(self.num_measured, self.num_steps)
         self.begin_window()
 
     def look_closely(self) -> None:

@@ -105,6 +105,7 @@ def _end(incident: Incident) -> str:
 
 MAX_INCIDENTS: Final = 20
 _MAX_TEXT: Final = 300  # characters of a text, where not everything has room
+_MAX_SHORT_TEXT: Final = 63  # characters, as many as a title may have
 _MAX_LAYERS: Final = 20
 _NEEDED: Final = ("kind", "title", "level", "first_step", "found_step", "last_step", "fact", "schema_version")
 
@@ -144,7 +145,7 @@ def _without_details(told: dict[str, Any]) -> dict[str, Any]:
 def _with_names_alone(told: dict[str, Any]) -> dict[str, Any]:
     names = (*_NEEDED, "recovered_step", "cause", "cause_text")
     kept = {key: value for key, value in _without_empty(told).items() if key in names}
-    return kept | {key: value[:60] for key, value in kept.items() if isinstance(value, str)}
+    return kept | {key: value[:_MAX_SHORT_TEXT] for key, value in kept.items() if isinstance(value, str)}
 
 
 def _shortened(key: str, value: Any) -> Any:
@@ -153,6 +154,5 @@ def _shortened(key: str, value: Any) -> Any:
     return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
-_SHORTER: Final[tuple[Callable[[dict[str, Any]], dict[str, Any]], ...]] = (
-    *(_without_empty, _without_details, _with_names_alone),
-)
+_Shorten = Callable[[dict[str, Any]], dict[str, Any]]
+_SHORTER: Final[tuple[_Shorten, ...]] = (_without_empty, _without_details, _with_names_alone)

@@ -241,9 +241,18 @@ class RunReader:
         for item in summary.update:
             if keys.INCIDENTS in (item.key, ".".join(item.nested_key)):
                 try:
-                    self._incidents = _incidents(item.value_json)
+                    told = _told_incidents(item.value_json)
                 except _UNREADABLE:
                     self._leave_out(keys.INCIDENTS)
+                else:
+                    self._incidents = tuple(self._readable(told))
+
+    def _readable(self, told: list[Any]) -> Iterator[Incident]:
+        for one in told:
+            try:
+                yield Incident.from_dict(one)
+            except ValueError:
+                self._leave_out(keys.INCIDENTS)
 
     def _time_of(self, told: Any) -> str:
         try:
@@ -323,14 +332,14 @@ class RunReader:
             return None, f"cannot be read: {error!r}"
 
 
-def _incidents(value_json: str) -> tuple[Incident, ...]:
-    """Read the incidents of a run's summary: a JSON text within JSON."""
+def _told_incidents(value_json: str) -> list[Any]:
+    """Read the list of incidents in a run's summary: a JSON text within JSON."""
     if len(value_json) > MAX_INCIDENTS_TEXT:
         raise ValueError(f"the incidents have {len(value_json)} characters")
     told = json.loads(json.loads(value_json))
     if not isinstance(told, list) or len(told) > MAX_INCIDENTS:
         raise ValueError(f"the incidents must be a list of at most {MAX_INCIDENTS}")
-    return tuple(map(Incident.from_dict, told))
+    return told
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -53,6 +53,8 @@ def check_details(details: Details) -> dict[str, str]:
 class WandbSink(Sink):
     """Log every snapshot as one W&B history row, under the keys of docs/keys.md, and alerts with `run.alert`.
 
+    The run's summary has the verdict and the incidents of all trainings in the run.
+
     The sink does not change the user's own rows and steps. A row of the sink therefore waits until the user's next
     `run.log()` if necessary, at the latest until the run ends. A disabled run receives no rows and no alerts.
 
