@@ -11,11 +11,11 @@ import torch
 from gradients import watch
 from rank_programs import batch_of, build, loss_of, shard, split
 from torch import nn
+from wandb_gradwatch._diagnosis import diagnose
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, SkipGuard, unwatch
 from wandb_gradwatch._capture.cadence import Budget
-from wandb_gradwatch._diagnosis import diagnose
 from wandb_gradwatch._runtime.steps import STEP_HOOKS
 
 OPTIMIZERS = {

@@ -12,9 +12,9 @@ import trainings
 from grad_samples import module_kinds, of_norms, random_samples, sample_of, together
 from gradients import watch
 from torch import nn
+from wandb_gradwatch._diagnosis import CAUSES, Diagnosis, _in_words, causes, diagnose, with_diagnosis
 
 from wandb_gradwatch._analysis.formatting import sentence
-from wandb_gradwatch._diagnosis import CAUSES, Diagnosis, _in_words, causes, diagnose, with_diagnosis
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert, ExplodingGradient, LossSpike, default_rules

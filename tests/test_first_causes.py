@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from grad_samples import sample_of, together
-
 from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
 from wandb_gradwatch._diagnosis.causes import INVALID
+
 from wandb_gradwatch.rules import DeadGradient, FastParameters, LossScaleCollapse, NoGradient, UnchangedParameters
 from wandb_gradwatch.snapshot import Snapshot, keys
 

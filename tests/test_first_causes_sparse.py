@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from grad_samples import sample_of, together
-
 from wandb_gradwatch._diagnosis import Diagnosis, diagnose, with_diagnosis
+
 from wandb_gradwatch.rules import DeadGradient, ExplodingGradient, FastParameters, LossSpike
 from wandb_gradwatch.rules._base import finding
 from wandb_gradwatch.snapshot import Snapshot, keys

@@ -17,9 +17,9 @@ import pytest
 import torch
 from grad_samples import of_norms
 from gradients import Chosen, watch
-
 from wandb_gradwatch._diagnosis import which_moved_first, with_diagnosis
 from wandb_gradwatch._diagnosis.evidence import Evidence
+
 from wandb_gradwatch._runtime.autograd import backward_root
 from wandb_gradwatch.rules import Alert, LossSpike, NonFiniteLoss, default_rules
 from wandb_gradwatch.sinks._history_row import HistoryRow

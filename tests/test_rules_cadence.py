@@ -14,11 +14,11 @@ import pytest
 import torch
 from grad_samples import of_norms, sample_of, together
 from torch import nn
+from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink
 from wandb_gradwatch._analysis.baseline import evenly_apart, steady_growth
-from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
 from wandb_gradwatch.rules import ExplodingGradient, FastParameters, VanishingGradient
 from wandb_gradwatch.snapshot import Snapshot, keys
 

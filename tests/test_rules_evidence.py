@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from grad_samples import measured, of_norms, sample_of, together
-
 from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
+
 from wandb_gradwatch._measure.columns import Column
 from wandb_gradwatch.rules import (
     DeadGradient,

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from wandb_gradwatch import default_rules
+from wandb_gradwatch._judgement.symptoms import SYMPTOMS
 
 from .cases import CASES, KEPT_OUT_FAULTS, KEPT_OUT_HEALTHY, LOCKED, SEALED_FAMILIES
 from .pictures import PICTURES, file_name

@@ -56,12 +56,12 @@ _CAUSES: Final = (
     ),
     Cause(
         "learning_rate_too_low", "learning rate far too low", "Raise it tenfold until the loss moves",
-        "raise the learning rate tenfold until the loss moves; check whether a schedule made for epochs is stepped per batch",
+        "raise the learning rate tenfold until the loss moves; check whether a schedule for epochs is stepped per batch",
         _SILENCES, lambda e: e.moves_far,
     ),
     Cause(
         "learning_rate_zero", "learning rate of 0, or too small to matter", "Check the rate and its schedule",
-        "check the learning rate of each group, its warm-up, and whether a schedule made for epochs is stepped per batch",
+        "check the learning rate of each group, its warm-up, and whether a schedule for epochs is stepped per batch",
         _SILENCES, lambda e: e.moves_far,
     ),
     Cause(
@@ -83,12 +83,13 @@ _CAUSES: Final = (
     ),
     Cause(
         "recurrence", "explosion through the recurrence", "Clip the gradients; shorten the sequence",
-        "clip the gradients, shorten the sequence, begin the recurrence near the identity, or use an LSTM or GRU", _BREAKS,
-        lambda e: not e.structure.is_recurrent_P.any(),
+        "clip the gradients, shorten the sequence, begin the recurrence near the identity, or use an LSTM or GRU",
+        _BREAKS, lambda e: not e.structure.is_recurrent_P.any(),
     ),
     Cause(
         "saturation", "saturated activations", "Use ReLU or GELU, or normalise what they get",
-        "use ReLU or GELU, residual connections or normalisation; check the scale of what the activations get", _SILENCES,
+        "use ReLU or GELU, residual connections or normalisation; check the scale of what the activations get",
+        _SILENCES,
     ),
     Cause(
         "dead_units", "dead units: an activation that never fires", "Lower the rate; use LeakyReLU or GELU",
@@ -118,7 +119,8 @@ _CAUSES: Final = (
     ),
     Cause(
         "nonfinite_inputs", "NaN or Inf in the inputs", "Look at this batch and its loading",
-        "look at the batch of this step and at how it is made; leave such batches out", _BREAKS, lambda e: e.inputs_are_good,
+        "look at the batch of this step and at how it is made; leave such batches out", _BREAKS,
+        lambda e: e.inputs_are_good,
     ),
     Cause(
         "loss_reduction", "a loss that is divided too often", "Check the loss's reduction and scale",
@@ -143,8 +145,8 @@ _CAUSES: Final = (
     ),
     Cause(
         "overflow", "an overflow beyond the type's range", "Use bfloat16 or float32 there; clip",
-        "use bfloat16 or float32 for the operation that overflows, clip the gradients, lower the learning rate", _BREAKS,
-        lambda e: e.inputs_are_bad,
+        "use bfloat16 or float32 for the operation that overflows, clip the gradients, lower the learning rate",
+        _BREAKS, lambda e: e.inputs_are_bad,
     ),
     Cause(
         "underflow", "float16 underflow", "Use a GradScaler, or bfloat16",
@@ -191,7 +193,8 @@ _CAUSES: Final = (
     Cause(
         "stale_optimizer", "the optimizer holds other tensors than the model", "Build it after the model is complete",
         "create the optimizer from the parameters of the model that is trained, after the model was rebuilt, copied or "
-        "moved", _ALL,
+        "moved",
+        _ALL,
     ),
     Cause(
         "gradients_zeroed", "gradients zeroed between backward() and step()", "Call zero_grad() after step()",
@@ -205,12 +208,14 @@ _CAUSES: Final = (
     Cause(
         "unused_layers", "layers that the loss does not use", "Check detach(), and the use of the output",
         "check detach(), torch.no_grad(), requires_grad and the use of the output in the loss; pass exclude= for those "
-        "that are frozen on purpose", _SILENCES,
+        "that are frozen on purpose",
+        _SILENCES,
     ),
     Cause(
         "frozen_layers", "frozen or detached layers", "Check requires_grad, detach() and no_grad()",
         "check requires_grad, detach() and torch.no_grad() in front of them; re-entrant checkpoints need an input that "
-        "requires a gradient", _SILENCES,
+        "requires a gradient",
+        _SILENCES,
     ),
     Cause(
         "no_step", "step() is never called", "Call optimizer.step() after backward()",
@@ -218,7 +223,8 @@ _CAUSES: Final = (
     ),
     Cause(
         "updates_undone", "something undoes the updates", "Look for code that writes the parameters back",
-        "look for code that overwrites the parameters after step(), as load_state_dict() or an average copied back", _ALL,
+        "look for code that overwrites the parameters after step(), as load_state_dict() or an average copied back",
+        _ALL,
     ),
     Cause(
         "wrong_sign", "wrong sign of the loss", "Check the sign, and the optimizer's maximize=",
@@ -234,12 +240,10 @@ _CAUSES: Final = (
     ),
     Cause(
         "no_signal", "labels or features carry no information", "Check labels, shuffling and frozen features",
-        "check that labels belong to their inputs, that features are not frozen at random, and that the loss gets logits",
+        "check that labels belong to their inputs, that the loss gets logits, and that features are not frozen at random",
         _SILENCES, lambda e: e.moves_far,
     ),
-    Cause(
-        "dropout", "too much dropout", "Lower the dropout rate", "lower the dropout rate", _SILENCES,
-    ),
+    Cause("dropout", "too much dropout", "Lower the dropout rate", "lower the dropout rate", _SILENCES),
     Cause(
         "code_after_backward", "code between backward() and step() changes the gradient", "Check that code",
         "check divisors, factors and reductions in the code between backward() and step()", _ALL,

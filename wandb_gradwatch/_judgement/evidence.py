@@ -1,9 +1,10 @@
-"""What is known at the moment of a finding: the sample's facts, those of the samples just before, and of the beginning."""
+"""What is known at the moment of a finding: facts of its sample, of those just before, and of the beginning."""
 
 from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -45,7 +46,7 @@ class Evidence:
     def rate_rise(self) -> float:
         """Largest log factor between the learning rates of two samples in a row, of the newest ones."""
         rates = [rate for rate in self._near("rate", self.f.rate) if rate > 0]
-        return max((math.log(b / a) for a, b in zip(rates, rates[1:], strict=False)), default=math.nan)
+        return max((math.log(b / a) for a, b in pairwise(rates)), default=math.nan)
 
     # Where the gradient norm left its usual level
 
@@ -55,7 +56,7 @@ class Evidence:
 
     @derived
     def onset(self) -> int | None:
-        """The newest of the last samples whose norm left the usual level at once, counted from the end (0: this one)."""
+        """The newest of the last samples whose norm left the usual level at once, counted back (0: this one)."""
         usual = self._usual
         for back in range(min(NEAR, len(usual) - 3)):
             at = len(usual) - 1 - back

@@ -16,6 +16,7 @@ from .incident import Incident, Layer, Level
 from .patterns import Explanation, explain
 from .symptoms import Symptom
 
+QUIET: Final = 10  # samples
 _MAX_LAYERS: Final = 5
 _OF_GRADIENTS: Final = frozenset({"exploding_gradient", "gradient_spike", "layer_jump", "vanishing_gradient"})
 
@@ -29,6 +30,7 @@ class Finding:
         evidence: what is known at this moment; None for a rule of the user and for alerts of the capture.
         explanation: the cause that the facts allow; None if they allow none.
         told: the whole incident, of rules that make their own.
+        quiet: samples in a row without a finding that end the first incident of the kind; None: it never ends.
     """
 
     kind: str
@@ -44,10 +46,19 @@ class Finding:
     explanation: Explanation | None = None
     rank: int | None = None
     told: Incident | None = None
+    quiet: int | None = QUIET
 
 
-def finding_of(symptom: Symptom, facts: Facts, places: list[int], since: int, unmeasured_from: int | None) -> Finding:
-    """Return the finding of a symptom in a sample; `places` are the parameters or modules concerned."""
+def finding_of(
+    symptom: Symptom, facts: Facts, places: list[int], *, since: int, unmeasured_from: int | None, every: int
+) -> Finding:
+    """Return the finding of a symptom in a sample.
+
+    Args:
+        places: the parameters or modules concerned.
+        since: the step at which it began; unmeasured_from: as in Finding.
+        every: least number of steps between the samples that are compared.
+    """
     evidence = Evidence(facts, symptom.kind, places, symptom.of)
     fact = symptom.says(facts)
     if facts.sample.guarded:
@@ -57,6 +68,7 @@ def finding_of(symptom: Symptom, facts: Facts, places: list[int], since: int, un
     return Finding(
         symptom.kind, symptom.title, symptom.level, facts.step, fact, since, unmeasured_from,
         _layers(symptom, facts, places), _values(facts), evidence, explain(evidence), _rank(facts),
+        quiet=None if symptom.of_begin else QUIET * every,
     )  # fmt: skip
 
 

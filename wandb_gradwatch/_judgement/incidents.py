@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from .causes import CAUSES
-from .finding import Finding
+from .finding import QUIET, Finding
 from .incident import LEVELS, Incident
 from .patterns import Explanation, allows
 
-QUIET: Final = 10  # samples without a finding that end the first incident of a kind; twice as many end each further one
+_SOON: Final = 60  # steps within which a finding may be a consequence of what was wrong at the beginning
 _MAX_DOUBLINGS: Final = 16
 _MAX_KEPT: Final = 200  # incidents; of more, those that are over are forgotten, oldest first
 
@@ -21,10 +21,11 @@ class _Open:
     place: int  # in the list of all incidents
     num_quiet: int = 0  # samples in a row without a finding
     first_quiet: int = 0  # the step of the first of these
+    most_quiet: int | None = QUIET  # samples that end it; None: it never ends
 
 
 class IncidentBook:
-    """All incidents of a run. An incident is told when it begins, and again when its level rises or its cause clears."""
+    """All incidents of a run. One is told when it begins, and again when its level rises or its cause clears."""
 
     def __init__(self) -> None:
         self._incidents: list[Incident] = []
@@ -75,11 +76,12 @@ class IncidentBook:
     def _take(self, finding: Finding) -> tuple[int, bool]:
         for one in reversed(self._open):
             known = self._incidents[one.place]
-            if _joins(finding, known):
+            is_recent = one.most_quiet is not None or finding.step - known.last_step <= _SOON
+            if finding.kind in known.kinds or (is_recent and _explains(known, finding)):
                 self._incidents[one.place], is_news = _joined(known, finding)
                 return one.place, is_news
         self._incidents.append(_new(finding))
-        self._open.append(_Open(len(self._incidents) - 1))
+        self._open.append(_Open(len(self._incidents) - 1, most_quiet=finding.quiet))
         return len(self._incidents) - 1, True
 
     def _note_quiet(self, one: _Open, step: int) -> None:
@@ -87,7 +89,7 @@ class IncidentBook:
         one.first_quiet = step if one.num_quiet == 0 else one.first_quiet
         one.num_quiet += 1
         ended = self._num_ended.get(known.kind, 0)
-        if one.num_quiet >= QUIET * 2 ** min(ended, _MAX_DOUBLINGS):
+        if one.most_quiet is not None and one.num_quiet >= one.most_quiet * 2 ** min(ended, _MAX_DOUBLINGS):
             self._incidents[one.place] = replace(known, recovered_step=one.first_quiet)
             self._num_ended[known.kind] = ended + 1
             self._open.remove(one)
@@ -105,7 +107,7 @@ class IncidentBook:
     def state_dict(self) -> dict[str, Any]:
         return {
             "incidents": [incident.to_dict() for incident in self._incidents],
-            "open": [[one.place, one.num_quiet, one.first_quiet] for one in self._open],
+            "open": [[one.place, one.num_quiet, one.first_quiet, one.most_quiet] for one in self._open],
             "num_ended": dict(self._num_ended),
         }
 
@@ -116,17 +118,15 @@ class IncidentBook:
             ValueError: it is none.
         """
         incidents = [Incident.from_dict(told) for told in state["incidents"]]
-        opened = [_Open(*map(int, one)) for one in state["open"]]
+        opened = [_Open(int(place), int(num), int(first), most) for place, num, first, most in state["open"]]
         if any(not 0 <= one.place < len(incidents) for one in opened):
             raise ValueError("an open incident is not among the incidents")
         ended = {str(kind): int(num) for kind, num in state["num_ended"].items()}
         self._incidents, self._open, self._num_ended = incidents, opened, ended
 
 
-def _joins(finding: Finding, incident: Incident) -> bool:
-    """Whether a finding belongs to an incident that lasts."""
-    if finding.kind in incident.kinds:
-        return True
+def _explains(incident: Incident, finding: Finding) -> bool:
+    """Whether the cause of an incident that lasts may have led to a finding."""
     if finding.evidence is None:
         return False
     causes = [CAUSES[name] for name in (incident.cause, incident.rival) if name in CAUSES]

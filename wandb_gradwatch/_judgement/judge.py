@@ -28,35 +28,35 @@ class _Streak:
     """How long a symptom has been there: samples in a row, and the steps at which and before which that began."""
 
     names: tuple[str, ...] = ()
-    num_P: FloatArray | None = None
-    since_P: FloatArray | None = None
-    before_P: FloatArray | None = None
+    num: FloatArray | None = None  # [P]
+    since: FloatArray | None = None  # [P]
+    before: FloatArray | None = None  # [P]
 
     def see(self, names: tuple[str, ...], is_there_P: BoolArray, step: int, before: int) -> None:
-        if self.num_P is None or self.names != names:
+        if self.num is None or self.names != names:
             self.names = names
-            self.num_P, self.since_P, self.before_P = (np.zeros(len(is_there_P)) for _ in range(3))
-        assert self.since_P is not None
-        assert self.before_P is not None
-        begins_P = is_there_P & (self.num_P == 0)
-        self.since_P[begins_P], self.before_P[begins_P] = step, before
-        self.num_P = np.where(is_there_P, self.num_P + 1, 0.0)
+            self.num, self.since, self.before = (np.zeros(len(is_there_P)) for _ in range(3))
+        assert self.since is not None
+        assert self.before is not None
+        begins_P = is_there_P & (self.num == 0)
+        self.since[begins_P], self.before[begins_P] = step, before
+        self.num = np.where(is_there_P, self.num + 1, 0.0)
 
     def lasts_P(self, symptom: Symptom, step: int) -> BoolArray:
         """Where it has lasted for long enough: [P]."""
-        assert self.num_P is not None
-        assert self.since_P is not None
-        steps_P = step - self.since_P
-        lasts_P: BoolArray = self.num_P >= symptom.samples
-        lasts_P |= (self.num_P >= SOON) & (steps_P >= _FAR * symptom.samples)
-        return lasts_P & (self.num_P > 0) & (steps_P >= symptom.share * step)
+        assert self.num is not None
+        assert self.since is not None
+        steps_P = step - self.since
+        lasts_P: BoolArray = self.num >= symptom.samples
+        lasts_P |= (self.num >= SOON) & (steps_P >= _FAR * symptom.samples)
+        return lasts_P & (self.num > 0) & (steps_P >= symptom.share * step)
 
 
 class _Scale:
     """The judgement at one distance of samples."""
 
     def __init__(self, info: ModelInfo, symptoms: tuple[Symptom, ...], every: int) -> None:
-        self.observer = Observer(info, every)
+        self.observer, self._every = Observer(info, every), every
         self._rows = [(symptom, _Streak()) for symptom in symptoms]
         self._last_step = 0
 
@@ -69,7 +69,7 @@ class _Scale:
                     continue
                 is_there = symptom.when(facts)
                 if not (is_there.any() if isinstance(is_there, np.ndarray) else is_there):  # the usual case
-                    streak.num_P = None
+                    streak.num = None
                 elif (found := self._look(symptom, streak, facts, is_there, before or facts.step - 1)) is not None:
                     yield found
 
@@ -86,18 +86,17 @@ class _Scale:
         lasts_P = streak.lasts_P(symptom, facts.step)
         if not lasts_P.any():
             return None
-        assert streak.since_P is not None
-        assert streak.before_P is not None
-        first = int(np.argmin(np.where(lasts_P, streak.since_P, np.inf)))
-        since, earlier = int(streak.since_P[first]), int(streak.before_P[first])
-        unmeasured = earlier + 1 if earlier + 1 < since else None
+        assert streak.since is not None
+        assert streak.before is not None
+        first = int(np.argmin(np.where(lasts_P, streak.since, np.inf)))
+        since, earlier = int(streak.since[first]), int(streak.before[first])
+        unmeasured = earlier + 1 if earlier + 1 < since and self._every == 1 else None
         places = where(lasts_P) if symptom.of else []
-        return finding_of(symptom, facts, places, since, unmeasured)
+        return finding_of(symptom, facts, places, since=since, unmeasured_from=unmeasured, every=self._every)
 
     def state_dict(self) -> dict[str, Any]:
         streaks = [
-            None if one.num_P is None else [list(one.names), one.num_P, one.since_P, one.before_P]
-            for _, one in self._rows
+            None if one.num is None else [list(one.names), one.num, one.since, one.before] for _, one in self._rows
         ]
         return {"observer": self.observer.state_dict(), "streaks": streaks, "last_step": self._last_step}
 
@@ -109,7 +108,7 @@ class _Scale:
         for (_, streak), saved in zip(self._rows, state["streaks"], strict=True):
             names, *numbers = saved or ((), None, None, None)
             streak.names = tuple(map(str, names))
-            streak.num_P, streak.since_P, streak.before_P = (
+            streak.num, streak.since, streak.before = (
                 None if one is None else np.array(one, dtype=np.float64) for one in numbers
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -105,7 +106,7 @@ class Past(Remembers):
         if not steps:
             return range(0)
         gap = step - steps[-1]
-        if gap <= 1 or all([after - before >= gap / 2 for before, after in zip(steps, steps[1:], strict=False)]):
+        if gap <= 1 or all([after - before >= gap / 2 for before, after in pairwise(steps)]):
             return range(len(steps))
         return evenly_apart([*map(int, steps), step])[:-1]
 

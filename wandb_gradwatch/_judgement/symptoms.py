@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
@@ -47,6 +48,7 @@ class Symptom:
         of: what the array is about.
         always: it is also judged in trial points of a line search, whose update is only inferred.
         slow: it is also looked for from every twentieth step to the next.
+        of_begin: it is about the first samples alone, so that later ones cannot show that it is over.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Symptom:
     of: Literal["", "parameters", "modules"] = ""
     always: bool = False
     slow: bool = False
+    of_begin: bool = False
 
 
 def times(logarithm: float) -> str:
@@ -324,7 +327,7 @@ def _rises_for_long(facts: Facts) -> bool:
     if len(losses) < 64 or not min(losses[-8:]) > 5 * top > 0:
         return False
     blocks = [float(np.median(losses[at : at + 8])) for at in range(len(losses) % 8, len(losses), 8)]
-    return all(after > before for before, after in zip(blocks, blocks[1:], strict=False))
+    return all(after > before for before, after in pairwise(blocks))
 
 
 def _at_chance(facts: Facts) -> bool:
@@ -351,8 +354,8 @@ def _saturated(facts: Facts) -> bool:
 
 
 def _falls_below(facts: Facts) -> bool:
-    """A negative loss reaches new lows far from where it began, while the gradient grows."""
-    return facts.loss_of_first < -5 and facts.loss <= facts.run.loss_least and facts.of_begin > X10
+    """A negative loss stays near its lowest, far from where it began, while the gradient grows."""
+    return facts.loss_of_first < -5 and facts.loss <= 0.8 * facts.run.loss_least and facts.of_begin > X10
 
 
 _NAN, _INF = Column.NUM_NAN, Column.NUM_INF
@@ -387,8 +390,8 @@ STUCK: Final = ("nothing_learned", "Nothing is learned")
 
 SYMPTOMS: Final[tuple[Symptom, ...]] = (
     Symptom(
-        "nan_gradient", "NaN gradient", "ERROR", _has_nan,
-        lambda f: f"NaN in the gradient of {_share_bad(f)}", always=True,
+        "nan_gradient", "NaN gradient", "ERROR", _has_nan, lambda f: f"NaN in the gradient of {_share_bad(f)}",
+        always=True,
     ),
     Symptom(
         "inf_gradient", "Inf gradient", "ERROR", lambda f: f.bad and not _has_nan(f),
@@ -402,11 +405,13 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
     Symptom(
         "loss_scale_collapse", "Loss scale collapse", "ERROR",
         lambda f: (f.run.num_skipped >= 5 and (f.run.num_updates > 0 or f.scale <= 4096)) or 0 < f.scale < 1,
-        lambda f: f"{f.run.num_skipped} updates in a row were skipped, the loss scale is {number(f.scale)}", always=True,
+        lambda f: f"{f.run.num_skipped} updates in a row were skipped, the loss scale is {number(f.scale)}",
+        always=True,
     ),
     Symptom(
         "not_in_optimizer", "Not in any optimizer", "ERROR", _unowned_P,
         lambda f: "trainable parameters have a gradient, but no optimizer holds them", of="parameters", always=True,
+        of_begin=True,
     ),
     Symptom(
         "gradients_not_reset", "Gradients not reset", "ERROR", lambda f: f.metric(keys.WIRING_CARRIED) > 0,
@@ -484,9 +489,7 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
         lambda f: f"{percent(f.coarse)} of the elements are 0, the smallest others are the smallest numbers of float16",
         samples=SURE,
     ),
-    Symptom(
-        *DEAD, "WARN", _dead_L, lambda f: "the same units have no gradient in sample after sample", of="modules",
-    ),
+    Symptom(*DEAD, "WARN", _dead_L, lambda f: "the same units have no gradient in sample after sample", of="modules"),
     Symptom(
         *DEAD, "WARN", _cut_L, lambda f: "layers without any gradient, before a layer whose inputs are 0", of="modules",
     ),
@@ -497,8 +500,8 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
     ),
     Symptom(
         *MISSING, "WARN",
-        lambda f: f.run.num_zero >= (SURE if not f.loss_known else 100 if f.loss == 0 else SOON)
-        and f.run.num_pauses < SOON,
+        lambda f: f.run.num_pauses < SOON
+        and f.run.num_zero >= (SURE if not f.loss_known else 100 if f.loss == 0 else SOON),
         lambda f: f"all gradients are exactly 0, for {f.run.num_zero} samples",
     ),
     Symptom(
@@ -538,26 +541,27 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
     ),
     Symptom(
         *INITIAL, "WARN", _large_gain_P, lambda f: "weights are far larger than what keeps a signal's size",
-        of="parameters",
+        of="parameters", of_begin=True,
     ),
     Symptom(
         *INITIAL, "WARN", lambda f: f.is_fresh and f.is_first and f.gain < 0.03,
-        lambda f: f"weights are {number(f.gain)} times what keeps a signal's size",
+        lambda f: f"weights are {number(f.gain)} times what keeps a signal's size", of_begin=True,
     ),
-    Symptom(*INITIAL, "WARN", _large_bias_P, lambda f: "biases are far from 0", of="parameters"),
+    Symptom(*INITIAL, "WARN", _large_bias_P, lambda f: "biases are far from 0", of="parameters", of_begin=True),
     Symptom(
         "equal_units", "Equal units", "WARN", _constant_P,
-        lambda f: "all units of a layer begin equal, and get equal updates", of="parameters",
+        lambda f: "all units of a layer begin equal, and get equal updates", of="parameters", of_begin=True,
     ),
     Symptom(
         *INITIAL, "WARN", _large_outputs,
         lambda f: f"the first outputs have a root mean square of {number(f.fact('output_rms'))}, the first loss is "
         f"{number(f.loss)}",
+        of_begin=True,
     ),
     Symptom(
         "large_inputs", "Large inputs", "WARN",
         lambda f: f.is_first and f.inputs > 50 and not f.structure.begins_with_norm,
-        lambda f: f"the inputs have a root mean square of {number(f.inputs)}", samples=2,
+        lambda f: f"the inputs have a root mean square of {number(f.inputs)}", samples=2, of_begin=True,
     ),
     Symptom(
         "zero_inputs", "Inputs of 0", "WARN", lambda f: f.fact("input_rms") == 0, lambda f: "all inputs are 0",
@@ -565,19 +569,17 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
     ),
     Symptom(
         "repeated_inputs", "Repeated inputs", "WARN", lambda f: f.run.num_repeated >= SURE and f.run.num_varied >= SURE,
-        lambda f: f"the same inputs in {f.run.num_repeated + 1} measured steps in a row, after {f.run.num_varied} others",
+        lambda f: f"the same inputs {f.run.num_repeated + 1} measured steps in a row, after {f.run.num_varied} others",
     ),
+    Symptom(*GROW, "ERROR", _grew_P, lambda f: f"weights grow by {percent(f.grows_twice)} per step", of="parameters"),
     Symptom(
-        *GROW, "ERROR", _grew_P, lambda f: f"weights grow by {percent(f.grows_twice)} per step", of="parameters",
-    ),
-    Symptom(
-        *GROW, "ERROR",
-        lambda f: f.moved_twice > _fast(f) and f.left > 0 and not f.loss_falls and _is_large(f),
+        *GROW, "ERROR", lambda f: f.moved_twice > _fast(f) and f.left > 0 and not f.loss_falls and _is_large(f),
         lambda f: f"the parameters' norm moves by {percent(f.moved_twice)} per step",
     ),
     Symptom(
         *GROW, "WARN",
-        lambda f: f.leap > (X2 + 0.2) * (1 if f.gap == 1 else 2) and f.step > EARLY and not f.loss_falls and _is_large(f),
+        lambda f: f.leap > (X2 + 0.2) * (1 if f.gap == 1 else 2) and f.step > EARLY
+        and not f.loss_falls and _is_large(f),
         lambda f: f"a weight has grown {times(f.leap)} since the sample before",
     ),
     Symptom(*SHRINK, "WARN", _most_shrink, lambda f: "most weights shrink in update after update"),
@@ -605,19 +607,20 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
     ),
     Symptom(
         "layer_jump", "One layer's gradient jumps", "WARN", _jumping_P,
-        lambda f: "the gradients of a few parameters have jumped, all others and the loss are as usual",
-        samples=SOON, of="parameters",
+        lambda f: "the gradients of a few parameters have jumped, all others and the loss are as usual", samples=SOON,
+        of="parameters",
     ),
     Symptom(
-        *SPIKE, "WARN",
-        lambda f: f.loss_stays_above > 1 and f.loss > 0.01 * f.run.loss_top and f.loss_rises,
+        *SPIKE, "WARN", lambda f: f.loss_stays_above > 1 and f.loss > 0.01 * f.run.loss_top and f.loss_rises,
         lambda f: f"the loss has risen to {number(f.loss)} and stays there",
     ),
     Symptom(
         *SPIKE, "WARN", _rises_for_long,
         lambda f: f"the loss rises all the time, from {number(f.run.loss_top)} at first to {number(f.loss)}", slow=True,
     ),
-    Symptom(*BELOW, "WARN", lambda f: f.loss_below_0, lambda f: f"the loss has fallen to {number(f.loss)}, and was above 0"),
+    Symptom(
+        *BELOW, "WARN", lambda f: f.loss_below_0, lambda f: f"the loss has fallen to {number(f.loss)}, and was above 0",
+    ),
     Symptom(
         *BELOW, "WARN", _falls_below,
         lambda f: f"the loss falls to {number(f.loss)} while the gradient norm has grown {times(f.of_begin)}",
