@@ -56,7 +56,7 @@ _CAUSES: Final = (
     ),
     Cause(
         "learning_rate_too_low", "learning rate far too low", "Raise it tenfold until the loss moves",
-        "raise the learning rate tenfold until the loss moves; check whether a schedule for epochs is stepped per batch",
+        "raise the learning rate tenfold until the loss moves; check whether its schedule is stepped per batch",
         _SILENCES, lambda e: e.moves_far,
     ),
     Cause(
@@ -240,7 +240,7 @@ _CAUSES: Final = (
     ),
     Cause(
         "no_signal", "labels or features carry no information", "Check labels, shuffling and frozen features",
-        "check that labels belong to their inputs, that the loss gets logits, and that features are not frozen at random",
+        "check that labels belong to their inputs, that the loss gets logits, and that features are not random",
         _SILENCES, lambda e: e.moves_far,
     ),
     Cause("dropout", "too much dropout", "Lower the dropout rate", "lower the dropout rate", _SILENCES),

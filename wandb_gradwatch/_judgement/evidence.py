@@ -316,6 +316,17 @@ class Evidence:
                 return str(branch)
         return ""
 
+    @derived
+    def only_parameters(self) -> list[str]:
+        """The few parameters whose gradients alone are far above usual; [] if there are others, or many."""
+        rise_P = self.f.rise_P[self.f.is_weight_P]
+        known_P = rise_P[np.isfinite(rise_P)]
+        high = where((self.f.rise_P > X30) & self.f.is_weight_P)
+        others = known_P[known_P <= X30]
+        if not high or len(high) > max(len(known_P) // 4, 1) or not others.size or np.max(others) > X5:
+            return []
+        return [self.structure.names[place] for place in high]
+
     def share_of(self, chosen_P: BoolArray) -> float:
         """Share of the squared norm in these parameters."""
         squares_P = np.nan_to_num(self.f.rows_PC[:, Column.GRAD_SUM_SQ], posinf=0.0)
@@ -425,21 +436,3 @@ class Evidence:
         """Whether the learning rate of the parameters concerned is 0."""
         rates_P = self.f.rates_P[self.places] if self.of == "parameters" else self.f.rates_P
         return bool(rates_P.size) and bool((rates_P == 0).all())
-
-    @derived
-    def epsilon(self) -> float:
-        known = self.f.per_parameter("epsilon")
-        known = known[np.isfinite(known)]
-        return float(known.max()) if known.size else math.nan
-
-    @derived
-    def decay(self) -> float:
-        """Largest weight decay times learning rate of a parameter."""
-        decays_P = self.f.per_parameter("weight_decay")
-        known = (decays_P * self.f.rates_P)[np.isfinite(decays_P * self.f.rates_P)]
-        return float(known.max()) if known.size else math.nan
-
-    @derived
-    def typical_gradient(self) -> float:
-        """Root mean square of the gradient's elements."""
-        return self.f.norm / math.sqrt(max(self.f.num_elements, 1.0))

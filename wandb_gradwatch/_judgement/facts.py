@@ -384,6 +384,16 @@ class Facts:
         return _median(values_P[np.isfinite(values_P)].tolist())
 
     @derived
+    def epsilon(self) -> float:
+        """Largest eps of an optimizer's group."""
+        return _largest(self.per_parameter("epsilon"))
+
+    @derived
+    def typical_gradient(self) -> float:
+        """Root mean square of the gradient's elements."""
+        return self.norm / math.sqrt(max(self.num_elements, 1.0))
+
+    @derived
     def moves_nothing(self) -> bool:
         """Whether the learning rate is so small that no update can matter: its longest is below a millionth."""
         longest = _log(abs(self.rate)) + max(self.g, 0.5 * _log(self.num_elements)) if self.rate else -math.inf

@@ -144,11 +144,12 @@ def _joined(incident: Incident, finding: Finding) -> tuple[Incident, bool]:
     if finding.explanation is None or not (clears or is_worse):
         return replace(joined, level=finding.level), True
     worse = finding.level if is_worse else incident.level
+    stays = bool(incident.cause) and not incident.rival and _explains(incident, finding)
     told = replace(
         joined, level=worse, kind=finding.kind, title=finding.title, found_step=finding.step, fact=finding.fact,
         layers=finding.layers or incident.layers, values=finding.values, rank=finding.rank,
     )  # fmt: skip
-    return _explained(told, finding.explanation), True
+    return (told if stays else _explained(told, finding.explanation)), True
 
 
 def _clears(incident: Incident, explanation: Explanation | None) -> bool:

@@ -42,7 +42,7 @@ KINDS: Final = {
     "dead_gradient": "D", "no_gradient": "M", "parameters_unchanged": "U", "initial_weights": "I", "equal_units": "Y",
     "clipping_too_tight": "C", "loss_scale_collapse": "A", "loss_below_zero": "B", "large_inputs": "X",
     "not_in_optimizer": "O", "gradients_not_reset": "Z", "learning_rate_negative": "R", "gradient_changed": "H",
-    "zero_inputs": "0", "repeated_inputs": "2", "layer_jump": "J", "nothing_learned": "T",
+    "zero_inputs": "0", "layers_frozen": "K", "repeated_inputs": "2", "layer_jump": "J", "nothing_learned": "T",
 }  # fmt: skip
 _UP: Final = "EQGLNFA"  # what too large updates lead to
 _DEEP: Final = 12  # layers
@@ -92,8 +92,8 @@ _PATTERNS: Final = (
     ),
     Pattern("learning_rate_zero", "U", lambda e: e.f.moves_nothing, lambda e: f"it is {number(e.f.rate)}"),
     Pattern(
-        "optimizer_settings", "U", lambda e: e.epsilon > 100 * e.typical_gradient,
-        lambda e: f"eps is {number(e.epsilon)}, the gradient's elements are about {number(e.typical_gradient)}",
+        "optimizer_settings", "U", lambda e: e.f.epsilon > 100 * e.f.typical_gradient,
+        lambda e: f"eps is {number(e.f.epsilon)}, the gradient's elements are about {number(e.f.typical_gradient)}",
     ),
     Pattern(
         "learning_rate_too_high", _UP + "VDSMTB", _rate_rose,
@@ -248,6 +248,10 @@ _PATTERNS: Final = (
         "backward_scaled", "EQ", lambda e: bool(e.edge_at) and e.f.loss_is_usual,
         lambda e: f"usual up to {e.edge_after}, far above from {e.edge_at} back, and the loss is usual",
     ),
+    Pattern(
+        "backward_scaled", "EQ", lambda e: bool(e.only_parameters) and e.f.loss_is_usual and not e.moves_far,
+        lambda e: f"only the gradient of {e.only_parameters[0]} is far above usual, and the loss is usual",
+    ),
     Pattern("backward_scaled", "J", lambda e: True, lambda e: "the others and the loss are usual"),
     Pattern(
         "small_batch_norm", "EVDT",
@@ -332,6 +336,7 @@ _PATTERNS: Final = (
         lambda e: "the outputs are float16, and there is no loss scale", "dead_units",
     ),
     Pattern("routing", "DMV", lambda e: e.are_experts),
+    Pattern("frozen_layers", "K", lambda e: True),
     Pattern("unused_layers", "M", lambda e: e.f.is_empty),
     Pattern(
         "dead_units", "M", lambda e: _zeros(e) and e.past.num_seen > 3, lambda e: "gradients were there before",
@@ -389,7 +394,7 @@ _PATTERNS: Final = (
         "saturation", "VT", lambda e: e.kind == "vanishing_gradient" or e.f.of_begin < -X30, lambda e: "", "dead_units",
     ),
     Pattern(
-        "learning_rate_too_low", "T", lambda e: e.f.cosine > 0.9 and e.f.change < 1e-3,
+        "learning_rate_too_low", "T", lambda e: e.f.change * e.step < 0.01 or (e.f.cosine > 0.9 and e.f.change < 1e-3),
         lambda e: f"weights change by {number(e.f.change)} of their size per step",
     ),
     Pattern("no_signal", "T", lambda e: True, lambda e: "the loss is that of guessing", "learning_rate_too_low"),

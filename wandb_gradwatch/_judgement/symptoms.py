@@ -17,7 +17,7 @@ import numpy as np
 from .._analysis.formatting import number
 from .._measure.columns import BoolArray, Column
 from ..snapshot import keys
-from .facts import EARLY, NOTHING, X2, X5, X10, X30, X100, X1000, Facts
+from .facts import EARLY, NOTHING, SMALL, X2, X5, X10, X30, X100, X1000, Facts
 from .incident import Level
 
 SOON, SURE, LONG = 3, 10, 25  # samples in a row
@@ -230,7 +230,9 @@ def _updates_lost(facts: Facts) -> bool:
     """Weights change by less than a thousandth of what the learning rate implies."""
     if not facts.rate > 0 or facts.is_still or not facts.matters:
         return False
-    adaptive = bool((facts.per_parameter("epsilon") > 0).any())
+    adaptive = facts.epsilon > 0
+    if facts.epsilon > 100 * facts.typical_gradient and facts.epsilon > SMALL:
+        return True
     size = 0.5 * math.log(max(facts.num_elements, 1.0)) if adaptive else facts.g
     implied = math.log(facts.rate) + size - facts.weights
     return facts.change == 0 or (facts.change > 0 and math.log(facts.change) < implied - X1000)
@@ -279,6 +281,22 @@ def _constant_P(facts: Facts) -> bool | BoolArray:
     equal_P &= np.isin(of_module_P, of_module_P[has_one_value_P & ~is_bias_P])
     constant_P: BoolArray = equal_P | zero_P | value_P
     return constant_P
+
+
+def _changed_at_once(facts: Facts) -> bool:
+    """The optimizer receives far more, or far less, than was computed, and did not before."""
+    if facts.clip_usual < -X5 and facts.clip < -X5:
+        return True
+    return facts.clip_usual > X100 and not facts.is_clipped and abs(facts.usual) < X5
+
+
+def _frozen_P(facts: Facts) -> bool | BoolArray:
+    """Parameters that had a gradient in the sample before, and are no longer trainable."""
+    trainable_P = facts.per_parameter("trainable")
+    if not np.count_nonzero(trainable_P == 0) or not facts.num_before:
+        return False
+    frozen_P: BoolArray = (trainable_P == 0) & ~np.isnan(facts.past.known_sq.of(facts.structure.names))
+    return frozen_P
 
 
 def _jumping_P(facts: Facts) -> bool | BoolArray:
@@ -341,10 +359,10 @@ def _at_chance(facts: Facts) -> bool:
 
 
 def _creeps(facts: Facts) -> bool:
-    """Gradient after gradient points the same way, of the same size, and the loss hardly moves."""
-    if not facts.cosine > 0.99 or not abs(facts.of_begin) < X2 or facts.step < 100:
+    """The loss is where it began, the gradient too, and the weights have moved by a hundredth at most."""
+    if facts.step < 200 or not abs(facts.of_begin) < X2 or not facts.loss_of_first > 0.95 or facts.rate_climb > X2:
         return False
-    return abs(facts.loss_of_first) > 0.98 and facts.change < 1e-4 and facts.loss_known
+    return facts.change * facts.step < 0.01 or (facts.cosine > 0.99 and facts.change < 1e-4)
 
 
 def _saturated(facts: Facts) -> bool:
@@ -355,7 +373,7 @@ def _saturated(facts: Facts) -> bool:
 
 def _falls_below(facts: Facts) -> bool:
     """A negative loss stays near its lowest, far from where it began, while the gradient grows."""
-    return facts.loss_of_first < -5 and facts.loss <= 0.8 * facts.run.loss_least and facts.of_begin > X10
+    return facts.loss_of_first < -10 and facts.loss <= 0.8 * facts.run.loss_least and facts.of_begin > X30
 
 
 _NAN, _INF = Column.NUM_NAN, Column.NUM_INF
@@ -601,9 +619,8 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
         lambda f: f"the optimizer receives {times(f.clip)} the gradient that the backward computed", samples=SOON,
     ),
     Symptom(
-        *CHANGED, "WARN", lambda f: abs(f.clip_usual) > X100 and not f.is_clipped and abs(f.usual) < X5,
-        lambda f: f"the optimizer receives {times(f.clip)} {'less' if f.clip > 0 else 'more'} than the backward computed, "
-        "all at once",
+        *CHANGED, "WARN", _changed_at_once,
+        lambda f: f"the optimizer receives {times(f.clip)} {'less' if f.clip > 0 else 'more'} than was computed",
     ),
     Symptom(
         "layer_jump", "One layer's gradient jumps", "WARN", _jumping_P,
@@ -627,14 +644,18 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
         samples=SOON, slow=True,
     ),
     Symptom(
+        "layers_frozen", "Layers frozen", "INFO", _frozen_P, lambda f: "parameters that were trained are now frozen",
+        of="parameters",
+    ),
+    Symptom(
         *STUCK, "WARN", _at_chance,
         lambda f: f"the loss is still {number(f.loss)}, that of guessing among {f.fact('output_width'):.0f} outputs",
         samples=LONG,
     ),
     Symptom(
         *STUCK, "WARN", _creeps,
-        lambda f: f"each gradient points where the one before did (cosine {number(f.cosine)}), and the loss is "
-        f"{percent(f.loss_of_first)} of the first",
+        lambda f: f"the loss is {percent(f.loss_of_first)} of the first, and weights change by "
+        f"{number(f.change)} of their size per step",
         samples=LONG,
     ),
     Symptom(
