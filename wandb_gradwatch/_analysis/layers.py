@@ -9,9 +9,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from .._measure.columns import BoolArray, Column, FloatArray
+from .._measure.columns import BoolArray, FloatArray
 from ..snapshot import Snapshot
-from ..snapshot._arrays import LEAST_SUM_SQ
 from ..snapshot._shapes import group_function
 
 # S samples, P watched parameters, L modules in model order (the first is nearest the input), X samples without zeros, N
@@ -54,46 +53,6 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, order, starts_L)
 
 
-@lru_cache(maxsize=16)
-def are_weights(names: tuple[str, ...]) -> BoolArray:
-    """Which parameters are weights, by their names: [P]."""
-    return np.array(["bias" not in name for name in names])
-
-
-@lru_cache(maxsize=16)
-def beside_modules(names: tuple[str, ...]) -> BoolArray:
-    """Which parameters belong to a module that contains modules with parameters: [P].
-
-    torch lists them first, wherever the forward uses them: a class token, an embedding for a missing condition.
-    """
-    paths = [name.rpartition(".")[0] for name in names]
-    within = {path[:end] for path in paths for end in range(len(path)) if path[end] == "." or not end}
-    return np.array([path in within for path in paths], dtype=bool)
-
-
-def are_half_precision(rows_PC: FloatArray, lost_bits: int = 13) -> BoolArray:
-    """Which parameters are float16 or bfloat16: [P]. Neither type has the last 13 bits of a float32; bfloat16 lacks 16.
-
-    A gradient has its parameter's type, and its extremes are elements of it.
-    """
-    extremes_PE = rows_PC[:, [Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO]]
-    with np.errstate(over="ignore"):
-        narrow_PE = extremes_PE.astype(np.float32)
-    are_half_PE = (narrow_PE == extremes_PE) & (narrow_PE.view(np.uint32) & ((1 << lost_bits) - 1) == 0)
-    are_half_P: BoolArray = are_half_PE.all(axis=1)
-    return are_half_P
-
-
-def _module_norms(snapshot: Snapshot) -> FloatArray:
-    """Each module's gradient norm: [S, L]; NaN where no gradient arrived."""
-    modules = modules_of(snapshot.names)
-    sum_sq_SP = snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order]
-    missing_SP = np.isnan(snapshot.grad_norm)[:, modules.order]
-    sum_sq_SL = np.add.reduceat(np.where(missing_SP, 0.0, sum_sq_SP), modules.starts, axis=1)
-    missing_SL = np.logical_and.reduceat(missing_SP, modules.starts, axis=1)
-    return np.where(missing_SL, np.nan, np.sqrt(sum_sq_SL))
-
-
 def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
     """Each module's share of dead units, from each parameter's share of dead elements: [S, L]; NaN where missing.
 
@@ -118,73 +77,6 @@ def without_inputs(names: tuple[str, ...], dead_P: FloatArray) -> BoolArray:
     return empty_L
 
 
-@lru_cache(maxsize=16)
-def weights_beside_biases(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """The indices of each weight and of its layer's bias, for layers with a bias."""
-    places, found = {name: place for place, name in enumerate(names)}, []
-    for name, weight in places.items():
-        module, dot, parameter = name.rpartition(".")
-        bias = places.get(module + dot + parameter.replace("weight", "bias"), weight)
-        if bias != weight:
-            found.append((weight, bias))
-    return tuple(found)
-
-
-def initial_gains(snapshot: Snapshot, sample: int) -> dict[str, float]:
-    """Each layer's RMS weight times sqrt(fan-in) in a sample, by the weight's name: about 1 preserves a signal's size.
-
-    The fan-in is the weight's size / the bias's. Layers without a bias are left out, and normalisations (fan-in 1).
-    """
-    size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
-    return {
-        snapshot.names[weight]: float(np.sqrt(sum_sq_P[weight] / size_P[bias]))  # sqrt(sum / size * (size / bias's))
-        for weight, bias in weights_beside_biases(snapshot.names)
-        if size_P[weight] > size_P[bias] and sum_sq_P[weight] >= 0
-    }
-
-
-def cancelled_biases(names: tuple[str, ...], missing_P: BoolArray) -> BoolArray:
-    """Biases without a gradient in layers whose other parameters have one: [P].
-
-    Such a layer is not frozen: a loss of a derivative or of differences of outputs does not depend on the last bias.
-    """
-    modules = modules_of(names)
-    has_one_L = np.isin(np.arange(len(modules.names)), modules.of_parameter[~missing_P])
-    return missing_P & modules.is_bias & has_one_L[modules.of_parameter]
-
-
-def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
-    """The name of the first layer's weight, and the approximate root mean square of its inputs; None if unknown.
-
-    A weight's gradient is the bias's gradient times the input, summed over the batch: the ratio of their norms divided
-    by sqrt(fan-in) is the size of the inputs, exactly for equal ones. With a normalisation after the layer, the bias's
-    gradient is only rounding, and the result is None; in half precision, a large result counts only if none fits.
-    """
-    size_P, norm_P = snapshot.num_elements[sample], snapshot.grad_norm[sample]
-    modules = modules_of(snapshot.names)
-    for weight, bias in weights_beside_biases(snapshot.names):
-        if not size_P[weight] > size_P[bias]:
-            continue
-        if not norm_P[bias] > _ROUNDING * norm_P[weight]:
-            return None
-        scale = float(norm_P[weight] / norm_P[bias] / np.sqrt(size_P[weight] / size_P[bias]))
-        is_half = snapshot.loss_scale[sample] > 0 or are_half_precision(snapshot.rows[sample, [weight]]).all()
-        next_one = int(modules.of_parameter[bias]) + 1
-        later = range(next_one, len(modules.names) if is_half and scale > _HALF_ROUNDING else next_one + 1)
-        is_normalised = any(size_P[modules.of_parameter == module].tolist() == [size_P[bias]] * 2 for module in later)
-        return None if is_normalised else (snapshot.names[weight], scale)
-    return None
-
-
-def is_held_up(snapshot: Snapshot, sample: int) -> bool:
-    """Whether a weight is still 0 and has a gradient: none passes it yet, so the layers before it cannot be judged.
-
-    A weight of 0 without a gradient stays 0, and excuses nothing.
-    """
-    is_zero_P = are_weights(snapshot.names) & (snapshot.param_norm[sample] == 0)
-    return bool(np.any(is_zero_P & (snapshot.grad_norm[sample] > 0)))
-
-
 def feed_nothing(dead_L: BoolArray, empty_L: BoolArray, present_L: BoolArray) -> BoolArray:
     """Return which of the dead layers are followed, in model order, by a layer whose inputs are all 0: [L]."""
     found_L, feeds_nothing = np.zeros_like(dead_L), False
@@ -192,11 +84,6 @@ def feed_nothing(dead_L: BoolArray, empty_L: BoolArray, present_L: BoolArray) ->
         feeds_nothing = bool(empty_L[place]) or (feeds_nothing and bool(dead_L[place]))
         found_L[place] = feeds_nothing and bool(dead_L[place])
     return found_L
-
-
-def leading(are_so_N: BoolArray) -> int:
-    """Return how many of the first are so, up to one that is not; 0 if all are."""
-    return 0 if are_so_N.all() else int(np.argmin(are_so_N))
 
 
 def num_units(snapshot: Snapshot, sample: int) -> FloatArray:
@@ -243,26 +130,6 @@ class DepthTrend:
     # the input, below 1 if it grows.
     factor: float
     order: float  # Spearman's rank correlation of norm and depth: 1 if every layer's norm is above the one before
-
-
-def depth_trends(snapshot: Snapshot, *, above: float) -> list[DepthTrend | None]:
-    """The trend of the modules' gradient norms in each sample; None where its factor is not above a limit.
-
-    Parameters are merged into modules first, because bias and weight of a layer differ for reasons other than depth.
-    """
-    modules = modules_of(snapshot.names)
-    # Samples in which all gradients are there, and above 0
-    whole = [sample.place for sample in snapshot.overview if sample.least_sum_sq > LEAST_SUM_SQ]
-    squares_SL = np.add.reduceat(snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order], modules.starts, axis=1)
-    log_factors_XN = np.log(squares_SL[whole]) @ _chains_of(modules.names)[1]
-    largest = np.maximum.reduce(log_factors_XN, axis=1, initial=-math.inf).tolist()
-    limit = math.log(above) - _TOLERANCE
-    are_flat = {place for place, log_factor in zip(whole, largest, strict=True) if log_factor < limit}
-    if len(are_flat) == len(snapshot):  # the usual case
-        return [None] * len(snapshot)
-    norms_SL = enumerate(_module_norms(snapshot))
-    trends = [None if place in are_flat else trend_of(modules.names, norms_L) for place, norms_L in norms_SL]
-    return [trend if trend is not None and trend.factor > above else None for trend in trends]
 
 
 def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:

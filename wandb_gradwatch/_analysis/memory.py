@@ -17,7 +17,6 @@ from ..snapshot._overview import Overview
 MAX_KINDS: Final = 8
 # Samples in a row that count as one where neighbours are alike: what a router sends nothing to, or a clamped loss does
 # not ask for, is so in the next samples as well.
-ALIKE: Final = 5
 
 # Kinds of plain values, one of which a loaded value must not replace by another.
 _SAME_KIND: Final = ((bool, int, float), (str,), (list, tuple, set, deque), (dict,))
@@ -149,11 +148,6 @@ class Streaks(Remembers):
             row_P[:] = 0
             self._is_so = False
         self._num_quiet += num_samples
-
-    def begin_anew(self, names: tuple[str, ...]) -> None:
-        """Forget the samples before the streaks under way: they say nothing about the samples to come."""
-        seen_P, so_P, row_P = self._settled(names)
-        seen_P[:], so_P[:] = row_P, 0
 
     def _settled(self, names: tuple[str, ...]) -> tuple[FloatArray, FloatArray, FloatArray]:
         """The number of samples, those with the condition before the streak, and the streak's length: [P] each."""

@@ -214,10 +214,6 @@ class Evidence:
         far = [abs(math.log(value / self._usual_inputs)) > X3 for value in newest if self._usual_inputs > 0]
         return sum(far) + self.run.num_skipped >= 2 and bool(far and far[-1])
 
-    @derived
-    def inputs_are_ordinary(self) -> bool:
-        return 0.01 < self.f.inputs < 30
-
     # Where in the model
 
     @derived
@@ -235,10 +231,6 @@ class Evidence:
     def clean_after(self) -> bool:
         present = {int(self.structure.module_P[place]) for place in where(self.f.present_P)}
         return bool(self.bad_modules) and max(present, default=-1) > self.bad_modules[-1]
-
-    @derived
-    def all_bad(self) -> bool:
-        return bool((self.f.bad_P | ~self.f.present_P).all())
 
     @derived
     def bad_is_first(self) -> bool:
@@ -418,10 +410,6 @@ class Evidence:
             return False
         front_L = self.f.dead_L[: self.modules[0]]
         return bool((np.nan_to_num(front_L, nan=1.0) < 0.5).any())
-
-    @derived
-    def is_first_dead(self) -> bool:
-        return bool(self.modules) and self.modules[0] == 0
 
     @derived
     def are_experts(self) -> bool:

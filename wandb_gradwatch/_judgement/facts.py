@@ -373,11 +373,6 @@ class Facts:
         return _median(values_P[np.isfinite(values_P)].tolist()) / self.gap
 
     @derived
-    def most_changed(self) -> float:
-        """Largest relative change of a weight per step since the sample before, by witnesses."""
-        return _largest(self.per_parameter("weight_change")[self.is_weight_P]) / self.gap
-
-    @derived
     def cosine(self) -> float:
         """Median over the weights of the cosine of this gradient and the one before, by witnesses."""
         values_P = self.per_parameter("grad_cosine")[self.is_weight_P]
@@ -427,24 +422,6 @@ class Facts:
     @derived
     def bad_loss(self) -> bool:
         return self.metric(keys.NUM_NONFINITE_LOSS) > 0
-
-    @derived
-    def losses(self) -> list[float]:
-        return self.before("loss", 32)
-
-    @derived
-    def loss_unit(self) -> float:
-        """How far the losses before scatter: their range, or ten robust deviations."""
-        values, median = self.losses, _median(self.losses)
-        if len(values) < 2:
-            return math.nan
-        deviation = 1.4826 * _median([abs(value - median) for value in values])
-        return max(max(values) - min(values), 10 * deviation, 1e-3 * abs(median))
-
-    @derived
-    def loss_above(self) -> float:
-        """The loss above the largest before, in `loss_unit`."""
-        return (self.loss - max(self.losses)) / self.loss_unit if len(self.losses) >= 5 and self.loss_unit else math.nan
 
     @derived
     def loss_stays_above(self) -> float:

@@ -37,11 +37,6 @@ class IncidentBook:
         """In the order in which they were found."""
         return tuple(self._incidents)
 
-    @property
-    def has_error(self) -> bool:
-        """Whether the newest sample belongs to an incident with an ERROR."""
-        return any(one.num_quiet == 0 and self._incidents[one.place].level == "ERROR" for one in self._open)
-
     def sample(self, step: int, findings: Iterable[Finding]) -> list[tuple[Incident, Finding]]:
         """Take all findings of a sample; return the incidents that are to be told now, each with its finding."""
         told: dict[int, Finding] = {}

@@ -58,7 +58,6 @@ def values_of(snapshot: Snapshot, key: str) -> list[float]:
 Bounds = Mapping[str, tuple[float, float]]
 FROM_0: Final = (0.0, math.inf)
 FROM_1: Final = (1.0, math.inf)
-SHARE: Final = (0.0, 1.0)
 
 
 class ShippedRule(Remembers):
