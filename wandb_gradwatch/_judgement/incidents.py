@@ -73,11 +73,12 @@ class IncidentBook:
                 return
 
     def _take(self, finding: Finding) -> tuple[int, bool]:
-        for one in reversed(self._open):
-            known = self._incidents[one.place]
-            if _joins(finding, known):
-                self._incidents[one.place], is_news = _joined(known, finding)
-                return one.place, is_news
+        same = [one for one in self._open if finding.kind in self._incidents[one.place].kinds]
+        caused = [one for one in self._open if _is_explained(finding, self._incidents[one.place])]
+        if found := same or caused:  # the newest
+            place = found[-1].place
+            self._incidents[place], is_news = _joined(self._incidents[place], finding)
+            return place, is_news
         self._incidents.append(_new(finding))
         self._open.append(_Open(len(self._incidents) - 1))
         return len(self._incidents) - 1, True
@@ -123,10 +124,8 @@ class IncidentBook:
         self._incidents, self._open, self._num_ended = incidents, opened, ended
 
 
-def _joins(finding: Finding, incident: Incident) -> bool:
-    """Whether a finding belongs to an incident that lasts."""
-    if finding.kind in incident.kinds:
-        return True
+def _is_explained(finding: Finding, incident: Incident) -> bool:
+    """Whether a cause of an incident that lasts explains a finding of another kind."""
     if finding.evidence is None:
         return False
     causes = [CAUSES[name] for name in (incident.cause, incident.rival) if name in CAUSES]

@@ -33,9 +33,11 @@ class _Streak:
     before_P: FloatArray | None = None
 
     def see(self, names: tuple[str, ...], is_there_P: BoolArray, step: int, before: int) -> None:
-        if self.num_P is None or self.names != names:
+        arrays = self.num_P, self.since_P, self.before_P  # perhaps of a saved state that does not fit
+        if self.names != names or any(one is None or one.shape != is_there_P.shape for one in arrays):
             self.names = names
             self.num_P, self.since_P, self.before_P = (np.zeros(len(is_there_P)) for _ in range(3))
+        assert self.num_P is not None
         assert self.since_P is not None
         assert self.before_P is not None
         begins_P = is_there_P & (self.num_P == 0)
