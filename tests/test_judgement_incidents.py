@@ -16,14 +16,14 @@ from wandb_gradwatch._judgement import patterns
 from wandb_gradwatch._judgement.causes import CAUSES
 from wandb_gradwatch._judgement.evidence import Evidence
 from wandb_gradwatch._judgement.facts import Facts
-from wandb_gradwatch._judgement.finding import finding_of
+from wandb_gradwatch._judgement.finding import Finding
 from wandb_gradwatch._judgement.incident import MAX_FIRST_LINE, MAX_MESSAGE, Incident, Layer, kind_of
 from wandb_gradwatch._judgement.incidents import IncidentBook
 from wandb_gradwatch._judgement.judge import Judge
 from wandb_gradwatch._judgement.observer import Observer
 from wandb_gradwatch._judgement.patterns import KINDS, PATTERNS, explain
 from wandb_gradwatch._judgement.structure import ModelInfo
-from wandb_gradwatch._judgement.symptoms import SYMPTOMS, Symptom
+from wandb_gradwatch._judgement.symptoms import SYMPTOMS
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch.rules import Alert, Judgement, rule
 from wandb_gradwatch.snapshot import Snapshot
@@ -204,12 +204,15 @@ def test_kinds_that_are_left_out_are_not_reported_and_unknown_ones_are_refused()
 # Words
 
 
-def finding(kind: str, cause: str, rival: str = "", *, step: int = 1, level: Any = "WARN") -> Any:
-    """A finding with real facts, of a sample of which little is known, and with this explanation."""
-    symptom = Symptom(kind, kind.replace("_", " ").capitalize(), level, lambda facts: True, lambda facts: "a fact")
-    found = finding_of(symptom, facts_of(of_norms([1.0], start=step)), [], step, None)
-    explained = patterns.Explanation(CAUSES[cause], "", CAUSES[rival] if rival else None) if cause else None
-    return replace(found, explanation=explained)
+def explanation(cause: str, rival: str = "", shows: str = "") -> patterns.Explanation:
+    return patterns.Explanation(CAUSES[cause], shows, CAUSES[rival] if rival else None)
+
+
+def finding(kind: str, cause: str, rival: str = "", *, step: int = 1, level: Any = "WARN") -> Finding:
+    """A finding in a sample of which little is known, with this explanation."""
+    evidence = Evidence(facts_of(of_norms([1.0], start=step)), kind, [], "")
+    explained = explanation(cause, rival) if cause else None
+    return Finding(kind, kind.capitalize(), level, step, "a fact", since=step, evidence=evidence, explanation=explained)
 
 
 def facts_of(samples: Snapshot, info: ModelInfo | None = None) -> Facts:
@@ -239,10 +242,12 @@ def of_long_names(num: int = 40) -> Snapshot:
 @pytest.mark.parametrize("at", range(len(SYMPTOMS)), ids=[f"{at}-{one.kind}" for at, one in enumerate(SYMPTOMS)])
 def test_every_message_is_at_most_400_characters_and_its_first_line_120(at: int) -> None:
     symptom, facts = SYMPTOMS[at], facts_of(of_long_names())
-    found = finding_of(symptom, facts, list(range(9)) if symptom.of else [], facts.step, facts.step - 10**5)
+    found = Finding(
+        symptom.kind, symptom.title, symptom.level, facts.step, symptom.says(facts), since=facts.step - 10**5,
+        unmeasured_from=facts.step - 10**6, layers=tuple(Layer(name, 1.0, 1.0) for name in [*LONG_NAMES][:5]),
+    )  # fmt: skip
     for pattern in PATTERNS[symptom.kind]:
-        rival = CAUSES[pattern.rival] if pattern.rival else None
-        explained = patterns.Explanation(CAUSES[pattern.cause], "evidence " * 9, rival)
+        explained = explanation(pattern.cause, pattern.rival, "evidence " * 9)
         ((incident, _),) = IncidentBook().sample(facts.step, [replace(found, explanation=explained)])
         assert len(incident.headline) <= MAX_FIRST_LINE == 120
         assert len(incident.message) <= MAX_MESSAGE == 400

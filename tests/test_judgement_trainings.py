@@ -72,6 +72,11 @@ def adams_rate_too_high() -> Loop:
 
 
 @fault(EXPLODES, "learning_rate_too_high")
+def transformer_with_a_rate_100_times_too_high() -> Any:
+    return Watchable(trainings.wild_transformer())
+
+
+@fault(EXPLODES, "learning_rate_too_high")
 def rate_jumps() -> Loop:
     return with_rate(classifier(), lambda step: 0.05 if step < AT else 50.0)
 
@@ -197,6 +202,11 @@ def weights_30_times_too_large() -> Loop:
     loop = classifier(lr=1e-4)
     scale_parameters((loop.model[0].weight, loop.model[2].weight), 30.0)
     return loop
+
+
+@fault("initial_weights vanishing_gradient", "poor_initialisation")
+def weights_next_to_0() -> Any:
+    return Watchable(trainings.small_initialisation())
 
 
 @fault("equal_units", "constant_initialisation")
