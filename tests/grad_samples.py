@@ -149,8 +149,3 @@ def take_sample(model: torch.nn.Module, step: int, *, histogram: bool = False) -
             trainable=[p.requires_grad for p in named.values()],
             histogram=histogram,
         )
-
-
-def module_kinds(model: torch.nn.Module) -> dict[str, str]:
-    """Return {module name: class name}, which a diagnosis takes as context."""
-    return {name: type(module).__name__ for name, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""Small real trainings, healthy and faulty, for the tests of rules and diagnosis. Each function returns a Training."""
+"""Small real trainings, healthy and faulty, for the tests of the judgement. Each function returns a Training."""
 
 from __future__ import annotations
 
@@ -191,26 +191,8 @@ def wild_mlp(seed: int = 0) -> Training:
     return mlp(seed, lr=1.0)
 
 
-def wild_sgd(seed: int = 0) -> Training:
-    return mlp(seed, lr=5.0, optimizer=torch.optim.SGD)
-
-
 def wild_transformer(seed: int = 0) -> Training:
     return char_transformer(seed, lr=0.3)
-
-
-def tiny_loss_fp16(seed: int = 0, *, scale: float = 1e-6) -> Training:
-    """Gradients that underflow in float16, because the loss is too small."""
-    torch.manual_seed(seed)
-    model = mlp_stack(2)
-
-    def through_half(model: nn.Module, step: int) -> None:
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad.half().float()
-
-    return Training(
-        model, torch.optim.Adam(model.parameters(), lr=1e-3), _regression(seed=seed, scale=scale), through_half
-    )
 
 
 def dead_relus(seed: int = 0, *, layer: int = 2, bias: float = -20.0) -> Training:
@@ -225,15 +207,6 @@ def frozen_layer(seed: int = 0) -> Training:
     torch.manual_seed(seed)
     model = mlp_stack(2)
     model[2].requires_grad_(False)
-    return Training(model, torch.optim.Adam(model.parameters(), lr=1e-2), _regression(seed=seed))
-
-
-def detached_layer(seed: int = 0) -> Training:
-    """A trainable layer that is detached from the loss."""
-    torch.manual_seed(seed)
-    model = mlp_stack(2)
-    layer = model[2]
-    layer.forward = lambda x: functional.linear(x, layer.weight.detach(), layer.bias.detach())
     return Training(model, torch.optim.Adam(model.parameters(), lr=1e-2), _regression(seed=seed))
 
 
@@ -253,20 +226,6 @@ def small_initialisation(seed: int = 0) -> Training:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=1e-4)
     return Training(model, torch.optim.Adam(model.parameters(), lr=1e-3), _regression(seed=seed))
-
-
-def batch_norm_of_two(seed: int = 0, *, batch: int = 2) -> Training:
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Linear(10, 32),
-        nn.BatchNorm1d(32),
-        nn.ReLU(),
-        nn.Linear(32, 32),
-        nn.BatchNorm1d(32),
-        nn.ReLU(),
-        nn.Linear(32, 1),
-    )
-    return Training(model, torch.optim.Adam(model.parameters(), lr=1e-3), _regression(seed=seed, batch=batch))
 
 
 def poisoned_batch(seed: int = 0, *, at: int = 60, factor: float = 1e3) -> Training:
@@ -289,13 +248,6 @@ def rate_jumps(seed: int = 0, *, at: int = 60, factor: float = 100) -> Training:
         return clean(model, step)
 
     training.loss = loss
-    return training
-
-
-def zeroed_before_step(seed: int = 0) -> Training:
-    torch.manual_seed(seed)
-    training = mlp(seed)
-    training.change_gradients = lambda model, step: model.zero_grad(set_to_none=False)
     return training
 
 

@@ -62,7 +62,7 @@ def _restored(now: Any, value: Any) -> Any:
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(value)
         return now
-    if value is not None and any(isinstance(now, kinds) and not isinstance(value, kinds) for kinds in _SAME_KIND):
+    if any(isinstance(now, kinds) and not isinstance(value, kinds) for kinds in _SAME_KIND):
         raise ValueError(f"{now!r:.50} cannot be replaced by {value!r:.50}")
     if isinstance(now, list | tuple | set | deque):
         items = [np.array(item, dtype=np.float64) if isinstance(item, list) else item for item in value]

@@ -69,15 +69,20 @@ class IncidentBook:
                 return
 
     def _take(self, finding: Finding) -> tuple[int, bool]:
-        for one in reversed(self._open):
-            known = self._incidents[one.place]
-            is_recent = one.most_quiet is not None or finding.step - known.last_step <= _SOON
-            if finding.kind in known.kinds or (is_recent and _explains(known, finding)):
-                self._incidents[one.place], is_news = _joined(known, finding)
-                return one.place, is_news
+        same = [one for one in self._open if finding.kind in self._incidents[one.place].kinds]
+        caused = [one for one in self._open if self._is_caused(finding, one)]
+        if found := same or caused:  # the newest
+            place = found[-1].place
+            self._incidents[place], is_news = _joined(self._incidents[place], finding)
+            return place, is_news
         self._incidents.append(_new(finding))
         self._open.append(_Open(len(self._incidents) - 1, most_quiet=finding.quiet))
         return len(self._incidents) - 1, True
+
+    def _is_caused(self, finding: Finding, one: _Open) -> bool:
+        known = self._incidents[one.place]
+        is_recent = one.most_quiet is not None or finding.step - known.last_step <= _SOON
+        return is_recent and _explains(known, finding)
 
     def _note_quiet(self, one: _Open, step: int) -> None:
         known = self._incidents[one.place]
@@ -121,7 +126,7 @@ class IncidentBook:
 
 
 def _explains(incident: Incident, finding: Finding) -> bool:
-    """Whether the cause of an incident that lasts may have led to a finding."""
+    """Whether a cause of an incident that lasts may have led to a finding of another kind."""
     if finding.evidence is None:
         return False
     causes = [CAUSES[name] for name in (incident.cause, incident.rival) if name in CAUSES]

@@ -33,9 +33,11 @@ class _Streak:
     before: FloatArray | None = None  # [P]
 
     def see(self, names: tuple[str, ...], is_there_P: BoolArray, step: int, before: int) -> None:
-        if self.num is None or self.names != names:
+        arrays = self.num, self.since, self.before  # perhaps of a saved state that does not fit
+        if self.names != names or any(one is None or one.shape != is_there_P.shape for one in arrays):
             self.names = names
             self.num, self.since, self.before = (np.zeros(len(is_there_P)) for _ in range(3))
+        assert self.num is not None
         assert self.since is not None
         assert self.before is not None
         begins_P = is_there_P & (self.num == 0)

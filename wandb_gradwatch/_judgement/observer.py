@@ -37,7 +37,9 @@ class Observer:
 
     def see(self, snapshot: Snapshot, sample: Overview) -> Iterator[Facts]:
         """Yield the sample's facts, unless it is left out; it is remembered when the caller goes on."""
-        if sample.step < self._next_step:
+        if (
+            self._next_step - self._every <= sample.step < self._next_step
+        ):  # an earlier step: the training was rolled back
             return
         self._next_step = sample.step + self._every if self._every > 1 else 0
         structure = self._structure

@@ -110,6 +110,20 @@ class Past(Remembers):
             return range(len(steps))
         return evenly_apart([*map(int, steps), step])[:-1]
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state.
+
+        Raises:
+            ValueError: it is none, or that of another version, which remembers other numbers.
+        """
+        super().load_state_dict(state)
+        columns = self.scalars.values()
+        is_whole = [*self.scalars] == [*SCALARS] and all(isinstance(values, list) for values in columns)
+        if not is_whole or len({len(values) for values in columns}) > 1 or len(self) > WINDOW:
+            raise ValueError("the numbers of earlier samples are not those that this version remembers")
+        if not all(isinstance(value, int | float) for values in (*columns, self.first.values()) for value in values):
+            raise ValueError("what is remembered of earlier samples must be numbers")
+
     def add(self, scalars: Mapping[str, float]) -> None:
         """Remember a sample's numbers."""
         for name in SCALARS:

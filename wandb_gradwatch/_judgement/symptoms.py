@@ -249,7 +249,7 @@ def _large_gain_P(facts: Facts) -> bool | BoolArray:
 
 def _large_outputs(facts: Facts) -> bool:
     """The first outputs are large, and the loss is far above that of guessing among as many classes."""
-    if not (facts.is_fresh and facts.is_first) or facts.inputs > 10:
+    if not (facts.is_fresh and facts.is_first and facts.num_before == 0) or facts.inputs > 10:
         return False
     width = facts.fact("output_width")
     return facts.fact("output_rms") > 10 and width > 1 and facts.loss > 3 * math.log(width)

@@ -1,125 +1,15 @@
-"""Rules may receive samples one by one or several at a time: alerts, their texts and the state afterwards are equal."""
+"""Samples may wait for the next ones before they are judged: which do, for how long, and who is never kept waiting."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-import trainings
-from grad_samples import random_samples, together
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from wandb_gradwatch import MemorySink, load_recording, unwatch, watch
-from wandb_gradwatch._measure.columns import Column
-from wandb_gradwatch._pipeline.alert_manager import AlertManager
-from wandb_gradwatch._pipeline.assembly import snapshot_of
-from wandb_gradwatch._pipeline.dispatcher import Dispatcher
-from wandb_gradwatch._pipeline.rule_runner import RuleRunner
-from wandb_gradwatch._transfer.transfers import ArrivedSample, Names, Sample
-from wandb_gradwatch.rules import Alert, default_rules
-from wandb_gradwatch.snapshot import Snapshot, keys
-
-FAULTY = (
-    trainings.wild_mlp,
-    trainings.wild_sgd,
-    trainings.sigmoid_stack,
-    trainings.dead_relus,
-    trainings.frozen_layer,
-    trainings.detached_layer,
-    trainings.poisoned_batch,
-    trainings.rate_jumps,
-    trainings.zeroed_before_step,
-    trainings.growing_depth,
-    trainings.invalid_operation,
-    trainings.tiny_loss_fp16,
-    trainings.large_initialisation,
-    trainings.small_initialisation,
-)
-
-
-def recorded(make) -> Snapshot:
-    """Return the samples of a training, with its losses."""
-    training = make(seed=0)
-    samples = training.run(90)
-    losses = np.array(training.losses)
-    bad = ~np.isfinite(losses)
-    known = {keys.LOSS: np.where(bad, np.nan, losses), keys.NUM_NONFINITE_LOSS: bad.astype(float)}
-    return replace(samples, metrics=known | {keys.LEARNING_RATE: np.full(len(losses), 0.01)})
-
-
-def captured(*, left_out: bool = False, resets: bool = True, rate: float = 0.01) -> Snapshot:
-    """Return the samples of a watched training, with what the capture finds out about its loop."""
-    training, found = trainings.mlp(seed=0), []
-    training.optimizer = None  # it holds all parameters
-    held = list(training.model.parameters())[2 * left_out :]
-    optimizer = torch.optim.SGD(held, lr=0.01)
-    optimizer.param_groups[0]["lr"] = rate  # the constructor rejects a rate below 0, a schedule may set it
-    with watch(training.model, rules=[found.append], sinks=[MemorySink()], sample_every=1):
-        for step in range(1, 91):
-            if resets:
-                optimizer.zero_grad()
-            training.loss(training.model, step).backward()
-            optimizer.step()
-    return together(found)
-
-
-RECORDED = {make.__name__: recorded(make) for make in (trainings.mlp, *FAULTY)}
-RECORDED["random"] = together(random_samples(3))
-RECORDED["left out"] = captured(left_out=True)
-RECORDED["not reset"] = captured(resets=False)
-RECORDED["negative rate"] = captured(rate=-0.01)
-
-
-def arrived(samples: Snapshot) -> list[ArrivedSample]:
-    """Return the samples as they arrive in the pipeline."""
-    return [
-        ArrivedSample(
-            Sample(int(step), bool(samples.skipped[place]), ()),
-            samples.rows[place].copy(),
-            float(samples.loss_scale[place]),
-            bool(samples.skipped[place]),
-            {key: float(values[place]) for key, values in samples.metrics.items() if not np.isnan(values[place])},
-        )
-        for place, step in enumerate(samples.steps)
-    ]
-
-
-def judged(samples: Snapshot, sizes: list[int]) -> tuple[list[Alert], bool, str]:
-    """Return the alerts that are sent if batches of these sizes follow each other in turn, and the state afterwards."""
-    sent: list[Alert] = []
-    manager = AlertManager(default_rules(), clock=lambda: 0.0)
-    runner = RuleRunner(
-        manager, Dispatcher([], [sent.append], to_terminal=False), modules={}, count_steps=lambda: (0, 0)
-    )
-    known, waiting = Names(samples.names, tuple(samples.trainable.tolist())), arrived(samples)
-    for turn in range(len(waiting)):
-        batch, waiting = waiting[: sizes[turn % len(sizes)]], waiting[sizes[turn % len(sizes)] :]
-        if batch:
-            runner.check(snapshot_of(batch, known))
-    return sent, manager.healthy, json.dumps(manager.state_dict(), sort_keys=True)
-
-
-ONE_BY_ONE = {name: judged(samples, [1]) for name, samples in RECORDED.items()}
-
-
-def test_the_trainings_show_what_could_differ():
-    titles = {name: {alert.title for alert in sent} for name, (sent, _, _) in ONE_BY_ONE.items()}
-    assert not titles["mlp"]
-    assert len(set().union(*titles.values())) >= 10, titles
-    assert all(titles[name] for name in ("left out", "not reset", "negative rate")), titles
-    assert any(np.isnan(samples.rows[..., Column.NUM_ELEMENTS]).any() for samples in RECORDED.values())
-
-
-@pytest.mark.parametrize("name", RECORDED)
-@given(sizes=st.lists(st.integers(1, 16), min_size=1, max_size=12))
-@settings(max_examples=6, deadline=None)
-def test_alerts_and_state_do_not_depend_on_how_samples_are_batched(name, sizes):
-    assert judged(RECORDED[name], sizes) == ONE_BY_ONE[name]
+from wandb_gradwatch.rules import Alert
+from wandb_gradwatch.snapshot import Snapshot
 
 
 class Seen:
