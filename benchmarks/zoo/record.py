@@ -194,6 +194,7 @@ def recordings(
         replayed: run only those that are not kept, and say what the rules of now tell of all.
         every: as in `record`.
         resumed: the name under which live recordings are kept, so that a second call goes on where the first ended.
+            With `replayed`, the present judgement judges what is kept under this name.
     """
     return map_(_replayed if replayed else _live, [(case.name, seed, resumed, every) for case, seed in chosen])
 
@@ -210,11 +211,11 @@ def _live(which: tuple[str, int, str, int]) -> Recording:
 
 
 def _replayed(which: tuple[str, int, str, int]) -> Recording:
-    case, seed, *_ = which
-    path = _path("", case, seed)
+    case, seed, resumed, every = which
+    path = _path(resumed, case, seed)
     if path.exists():
         return replay(pickle.loads(path.read_bytes()))
-    live = _live((case, seed, "", 1))
+    live = _live((case, seed, "", every))
     _write(path, live)
     return replay(live)
 

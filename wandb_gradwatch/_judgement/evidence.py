@@ -167,6 +167,11 @@ class Evidence:
     # The loss
 
     @derived
+    def loss_begin(self) -> float:
+        """Magnitude of the first loss."""
+        return abs(self.past.first.get("loss", self.f.loss))
+
+    @derived
     def loss_factor(self) -> float:
         """The loss / the largest before, as a power of ten."""
         before = [abs(value) for value in self.past.scalars["loss"] if value == value]
@@ -369,10 +374,9 @@ class Evidence:
     @derived
     def dead_from_start(self) -> bool:
         """Whether the modules concerned were dead from the first sample on."""
-        rows = self.f.dead_before(64)
-        if not len(rows) or not self.modules:
+        if not self.past.num_seen or not self.modules:
             return self.past.num_seen == 0
-        return self.past.num_seen <= len(rows) and bool((rows[0][self.modules] >= 0.9).all())
+        return bool((self.past.first_dead.of(self.structure.modules.names)[self.modules] >= 0.9).all())
 
     @derived
     def died_slowly(self) -> bool:

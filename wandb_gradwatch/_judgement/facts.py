@@ -390,7 +390,12 @@ class Facts:
 
     @derived
     def moves_nothing(self) -> bool:
-        """Whether the learning rate is so small that no update can matter: its longest is below a millionth."""
+        """Whether the learning rate is so small that no update can matter: its longest is below a millionth.
+
+        Not of parameters that have exploded, beside which every update is small.
+        """
+        if self.left > X5:
+            return False
         longest = _log(abs(self.rate)) + max(self.g, 0.5 * _log(self.num_elements)) if self.rate else -math.inf
         return longest - self.weights < math.log(NOTHING)
 
@@ -634,7 +639,12 @@ class Facts:
     def is_fresh(self) -> bool:
         """Whether the model begins here: it is not small, not half frozen, its normalisations are as they are made."""
         structure = self.structure
-        if self.step > 10 or self.num_elements < 256 or 2 * self.snapshot.trainable.sum() <= len(structure.names):
+        if (
+            self.run.first_step > 2
+            or self.step > 10
+            or self.num_elements < 256
+            or 2 * self.snapshot.trainable.sum() <= len(structure.names)
+        ):
             return False
         for name in ("weight",):
             made_P = structure.is_norm_P & np.array([one.endswith(name) for one in structure.names])
@@ -674,8 +684,11 @@ class Facts:
 
     @derived
     def missing_P(self) -> BoolArray:
-        """Trainable parameters without a gradient: [P]."""
+        """Trainable parameters without a gradient, of the optimizers that step in this sample: [P]."""
         missing_P: BoolArray = ~self.present_P & self.snapshot.trainable & (self.per_parameter("trainable") != 0)
+        stepped_P = np.isfinite(self.rates_P)  # in this sample; the others belong to an optimizer that steps in turn
+        if np.count_nonzero(stepped_P):
+            missing_P &= stepped_P
         return missing_P
 
     @derived

@@ -9,7 +9,7 @@ from typing import Any, Final
 from .causes import CAUSES
 from .finding import QUIET, Finding
 from .incident import LEVELS, Incident
-from .patterns import Explanation, allows
+from .patterns import Explanation
 
 _SOON: Final = 60  # steps within which a finding may be a consequence of what was wrong at the beginning
 _MAX_DOUBLINGS: Final = 16
@@ -118,7 +118,10 @@ class IncidentBook:
             ValueError: it is none.
         """
         incidents = [Incident.from_dict(told) for told in state["incidents"]]
-        opened = [_Open(int(place), int(num), int(first), most) for place, num, first, most in state["open"]]
+        opened = [
+            _Open(int(place), int(num), int(first), None if most is None else int(most))
+            for place, num, first, most in state["open"]
+        ]
         if any(not 0 <= one.place < len(incidents) for one in opened):
             raise ValueError("an open incident is not among the incidents")
         ended = {str(kind): int(num) for kind, num in state["num_ended"].items()}
@@ -130,7 +133,7 @@ def _explains(incident: Incident, finding: Finding) -> bool:
     if finding.evidence is None:
         return False
     causes = [CAUSES[name] for name in (incident.cause, incident.rival) if name in CAUSES]
-    return any(allows(finding.evidence, cause) for cause in causes)
+    return any(finding.kind in cause.leads_to for cause in causes)
 
 
 def _joined(incident: Incident, finding: Finding) -> tuple[Incident, bool]:
@@ -144,7 +147,9 @@ def _joined(incident: Incident, finding: Finding) -> tuple[Incident, bool]:
     if finding.explanation is None or not (clears or is_worse):
         return replace(joined, level=finding.level), True
     worse = finding.level if is_worse else incident.level
-    stays = bool(incident.cause) and not incident.rival and _explains(incident, finding)
+    cause = CAUSES.get(incident.cause)
+    stays = cause is not None and not incident.rival and finding.kind in cause.leads_to
+    stays = stays and not (finding.evidence is not None and cause is not None and cause.is_refuted(finding.evidence))
     told = replace(
         joined, level=worse, kind=finding.kind, title=finding.title, found_step=finding.step, fact=finding.fact,
         layers=finding.layers or incident.layers, values=finding.values, rank=finding.rank,

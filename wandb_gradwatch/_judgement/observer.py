@@ -117,6 +117,8 @@ class Observer:
             return
         past.add(facts.scalars())
         past.rows.add(names, facts.rows_PC)
+        if past.num_seen == 1:
+            past.first_dead.of(facts.structure.modules.names)[:] = facts.dead_L
         known_P, own_P = past.known_sq.of(names), facts.rows_PC[:, Column.PARAM_SUM_SQ]
         np.copyto(known_P, own_P, where=own_P == own_P)
 

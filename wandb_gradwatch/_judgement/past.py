@@ -87,6 +87,7 @@ class Past(Remembers):
         self.first: dict[str, float] = {}  # the numbers of the first sample in which each was known
         self.beginning = -math.inf  # the largest of the first log norms
         self.num_norms = 0
+        self.first_dead = PerName(math.nan)  # share of each module's units that were dead in the first sample
         # Modules of which nearly all units are dead, and modules without any gradient before one whose inputs are 0.
         self.dead, self.cut = Streaks(), Streaks()
 

@@ -115,10 +115,10 @@ _PATTERNS: Final = (
         lambda e: f"the first inputs have a root mean square of {number(e.run.inputs_first)}",
     ),
     Pattern(
-        "data_scale", "T", lambda e: e.run.loss_first > 1000, lambda e: f"the first loss is {number(e.run.loss_first)}",
+        "data_scale", "T", lambda e: e.loss_begin > 1000, lambda e: f"the first loss is {number(e.loss_begin)}",
     ),
     Pattern(
-        "data_scale", _UP, lambda e: e.run.loss_first > 1e6, lambda e: f"the first loss is {number(e.run.loss_first)}",
+        "data_scale", _UP, lambda e: e.loss_begin > 1e6, lambda e: f"the first loss is {number(e.loss_begin)}",
     ),
     Pattern("data_scale", "X", lambda e: True),
     Pattern("constant_initialisation", "Y", lambda e: True),
@@ -159,8 +159,8 @@ _PATTERNS: Final = (
         "clipping_too_tight",
     ),
     Pattern(
-        "data_scale", "C", lambda e: e.run.of_first > _HUGE_FIRST and e.run.loss_first > 1000,
-        lambda e: f"the first loss is {number(e.run.loss_first)}, its gradient {times(e.run.of_first)} the parameters",
+        "data_scale", "C", lambda e: e.run.of_first > _HUGE_FIRST and e.loss_begin > 1000,
+        lambda e: f"the first loss is {number(e.loss_begin)}, its gradient {times(e.run.of_first)} the parameters",
         "clipping_too_tight",
     ),
     Pattern("clipping_too_tight", "C", lambda e: True, lambda e: f"gradients shrink to 1/{times(e.f.clip)[:-1]}"),
@@ -423,11 +423,6 @@ def explain(evidence: Evidence) -> Explanation | None:
                 rival = None
             return Explanation(cause, pattern.shows(evidence), rival)
     return None
-
-
-def allows(evidence: Evidence, cause: Cause) -> bool:
-    """Whether a finding may be a consequence of a cause that is known already."""
-    return evidence.kind in cause.leads_to and not cause.is_refuted(evidence)
 
 
 def texts_by_title() -> dict[str, list[str]]:
