@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .._analysis.baseline import steady_growth
 from .._analysis.layers import dead_units, feed_nothing, num_units, trend_of, without_inputs
-from .._analysis.memory import Remembers, Streaks
+from .._analysis.memory import PerName, Remembers, Streaks
 from .._measure.columns import BoolArray, Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import derived
@@ -60,6 +60,7 @@ class Run(Remembers):
         self.num_updates = 0  # samples with an update
         self.last_present_step = 0
         self.missing, self.still = Streaks(), Streaks()
+        self.had = PerName()  # 1: the parameter has had a gradient
         self.num_zero = self.num_empty = 0  # samples in a row with gradients of 0, and without any gradient
         self.num_pauses = 0  # how often gradients of 0 were followed by others
         self.num_skipped = 0  # in a row

@@ -77,6 +77,7 @@ class Observer:
             if run.num_losses <= 16:
                 run.loss_top = max(run.loss_top, facts.loss)
         self._count_gradients(facts)
+        run.had.of(names)[facts.present_P] = 1.0
         missing_P = facts.missing_P
         trainable_P = facts.present_P | missing_P
         facts.missing = run.missing.see(names, missing_P, trainable_P)

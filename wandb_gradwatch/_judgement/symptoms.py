@@ -291,11 +291,11 @@ def _changed_at_once(facts: Facts) -> bool:
 
 
 def _frozen_P(facts: Facts) -> bool | BoolArray:
-    """Parameters that had a gradient in the sample before, and are no longer trainable."""
+    """Parameters that had a gradient before, and are no longer trainable."""
     trainable_P = facts.per_parameter("trainable")
-    if not np.count_nonzero(trainable_P == 0) or not facts.num_before:
+    if not np.count_nonzero(trainable_P == 0):
         return False
-    frozen_P: BoolArray = (trainable_P == 0) & ~np.isnan(facts.past.known_sq.of(facts.structure.names))
+    frozen_P: BoolArray = (trainable_P == 0) & (facts.run.had.of(facts.structure.names) > 0)
     return frozen_P
 
 
