@@ -15,7 +15,6 @@ from torch import nn
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, SkipGuard, unwatch
 from wandb_gradwatch._capture.cadence import Budget
-from wandb_gradwatch._diagnosis import diagnose
 from wandb_gradwatch._runtime.steps import STEP_HOOKS
 
 OPTIMIZERS = {

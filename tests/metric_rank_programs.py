@@ -27,7 +27,6 @@ from wandb_gradwatch.metrics import (
     Spectrum,
     Updates,
 )
-from wandb_gradwatch.rules import NaNGradient
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
 

@@ -6,17 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gradients import Chosen, step, watch
+from gradients import Chosen, only, step, watch
 from torch import nn
 from torch.optim import SGD
-
-from wandb_gradwatch.rules import NoGradient
 
 
 def test_a_sample_is_judged_when_it_arrives_and_not_with_the_ones_after_it() -> None:
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watcher, sink = watch(model, rules=[NoGradient(zero_patience=10, patience=10)], log_every=1000)
+    watcher, sink = watch(model, rules=[only("no_gradient")], log_every=1000)
     for _ in range(10):
         step(model, optimizer, a=[0, 0])
     # the tenth sample without a gradient; without a query, wait or flush by the user

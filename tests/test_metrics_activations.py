@@ -29,7 +29,6 @@ from wandb_gradwatch.metrics import (
     log_tensor,
 )
 from wandb_gradwatch.metrics._rows import STATISTICS
-from wandb_gradwatch.rules import NaNGradient
 
 SGD = torch.optim.SGD
 COUNT = Metric("count", torch.ones_like, on="activation", aggregate="sum")
@@ -329,7 +328,7 @@ def test_the_first_module_that_is_not_finite_is_named(of):
             return self.last(self.middle(self.first(x) * (math.nan if self.broken else 1.0)))
 
     model, alerts, metrics = Model(), [], [Activations(of=of)]
-    watcher, _ = watch(model, metrics, rules=[NonFiniteActivation(), NaNGradient()], on_alert=alerts.append)
+    watcher, _ = watch(model, metrics, rules=[NonFiniteActivation(), only("nan_gradient")], on_alert=alerts.append)
     for step in range(3):
         model.broken = step == 2
         train(model, [torch.ones(1, 2)])
@@ -343,7 +342,7 @@ def test_the_first_module_that_is_not_finite_is_named(of):
 def test_a_gradient_that_is_not_finite_is_no_output_that_is_not_finite():
     model, alerts = nn.Sequential(nn.Linear(2, 2)), []
     metrics = [Activations(of=("output", "grad"))]
-    watcher, sink = watch(model, metrics, rules=[NonFiniteActivation(), NaNGradient()], on_alert=alerts.append)
+    watcher, sink = watch(model, metrics, rules=[NonFiniteActivation(), only("nan_gradient")], on_alert=alerts.append)
     train(model, [torch.ones(1, 2)], loss=lambda output: output.sum() * math.nan)
     assert values(watcher, sink)["activation/0.grad/num_nonfinite"].tolist() == [2]
     [alert] = alerts

@@ -21,7 +21,6 @@ from torch import nn
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink
 from wandb_gradwatch.metrics import Updates
-from wandb_gradwatch.rules import NoGradient, NotInOptimizer
 
 SGD = torch.optim.SGD
 
@@ -512,7 +511,7 @@ def test_a_layer_that_no_optimizer_holds_is_told_of_once_though_its_gradient_sto
     model = Chosen(a=1, forgotten=1)
     optimizer = SGD([model.a], lr=0.1)
     alerts = []
-    rules = [NotInOptimizer(), NoGradient(patience=5)]
+    rules = [only("not_in_optimizer", "no_gradient")]
     with watch(model, rules=rules, on_alert=alerts.append)[0]:
         for number in range(10):
             optimizer.zero_grad()

@@ -12,7 +12,6 @@ from gradients import Chosen, of, samples, step, watch
 from torch import nn
 
 import wandb_gradwatch
-from wandb_gradwatch.rules import ExplodingGradient
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
 VALUES = {"a": [3.0, 4.0], "b": [12.0]}
@@ -198,7 +197,7 @@ def test_a_spike_is_alerted():
     model = Chosen(a=2, b=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     alerts = []
-    watcher, _ = watch(model, rules=[ExplodingGradient()], on_alert=alerts.append)
+    watcher, _ = watch(model, rules=[only("exploding_gradient")], on_alert=alerts.append)
     for number in range(1, 41):
         by_autograd_grad(model, 1e6 if number == 31 else 1 + number % 3 / 10)
         optimizer.step()

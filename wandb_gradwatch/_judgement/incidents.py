@@ -51,9 +51,7 @@ class IncidentBook:
             if is_news:
                 told[place] = finding
         for one in list(self._open):
-            if one.place in met:
-                one.num_quiet = 0
-            else:
+            if one.place not in met:
                 self._note_quiet(one, step)
         found = [(self._incidents[place], finding) for place, finding in told.items()]
         self._forget()
@@ -76,6 +74,7 @@ class IncidentBook:
         for one in reversed(self._open):
             known = self._incidents[one.place]
             if _joins(finding, known):
+                one.num_quiet = 0
                 self._incidents[one.place], is_news = _joined(known, finding)
                 return one.place, is_news
         self._incidents.append(_new(finding))
@@ -84,6 +83,8 @@ class IncidentBook:
 
     def _note_quiet(self, one: _Open, step: int) -> None:
         known = self._incidents[one.place]
+        if step <= known.last_step:  # the capture has reported this step before its sample arrived
+            return
         one.first_quiet = step if one.num_quiet == 0 else one.first_quiet
         one.num_quiet += 1
         ended = self._num_ended.get(known.kind, 0)

@@ -117,7 +117,8 @@ class AlertManager:
         operation = self.notes.get(incident.found_step, {}).get(FIRST_BAD_OPERATION)
         if operation is not None and incident.kind in REPLAYED:
             evidence = f"found by running the step again: {operation}"
-            incident = replace(incident, evidence=evidence, rival="", rival_text="")
+            fact = f"{str(operation).splitlines()[0].rstrip('.')}; {incident.fact}"
+            incident = replace(incident, fact=fact, evidence=evidence, rival="", rival_text="")
             self._book.replace(incident)
         return Alert(incident.title, incident.message, incident.found_step, incident.level, incident)
 
