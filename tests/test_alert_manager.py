@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
 import math
 
@@ -105,7 +105,7 @@ def test_a_rule_that_raises_is_dropped_and_reported_once_and_the_others_go_on(ca
 def test_a_finding_under_a_step_that_is_not_there_is_told_with_the_newest_sample():
     alert_manager = AlertManager([lambda snapshot: Alert("Odd", "text", 99)])
     (alert,) = alert_manager.process(of_norms([1, 1]))
-    assert (alert.title, alert.text, alert.incident.found_step) == ("Odd", "text", 1)
+    assert (alert.title, alert.text, alert.step, alert.incident.found_step) == ("Odd", "text", 2, 2)
 
 
 def test_the_judgement_sees_nan_and_a_spike_and_sends_each_once():
@@ -130,7 +130,7 @@ def test_after_a_restart_the_judgement_goes_on_where_it_stopped():
     for cut in (10, 31, 32, 50, 74):
         first, second = AlertManager(default_rules()), AlertManager(default_rules())
         found = sent_steps(first, norms[:cut])
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
         assert found + sent_steps(second, norms[cut:], start=cut + 1) == expected
         assert [one.to_dict() for one in second.incidents] == [one.to_dict() for one in whole.incidents]
 
