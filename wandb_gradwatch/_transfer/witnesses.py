@@ -80,6 +80,7 @@ class Witnesses:
             self._now = self._before = None
             self._sizes = self._sizes_before = np.zeros(num_names, dtype=np.int64)
 
+    @torch.no_grad()  # the user's mark_step() calls this
     def write(self, slots: Sequence[int], gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         """Take the witnesses of these gradients and parameters [N], ascending: the newest of the open sample.
 
