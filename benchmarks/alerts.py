@@ -1,6 +1,6 @@
 """Write the tables of docs/alerts.md: what is looked for, and what to do about each cause.
 
-    python -m benchmarks.alerts
+python -m benchmarks.alerts
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ LOOKS_FOR: Final = {
     "not_in_optimizer": "a trainable parameter with a gradient that no optimizer holds",
     "gradients_not_reset": "gradients of the step before, to which a backward adds",
     "learning_rate_negative": "an update with a negative learning rate",
-    "exploding_gradient": "a norm far above all usual ones, or one that rises steadily while the loss or the parameters "
-    "suffer, or that is huge; ERROR if several in a row are, or if the parameters move",
+    "exploding_gradient": "a norm far above all usual ones, or one that rises steadily while the loss or the "
+    "parameters suffer, or that is huge; ERROR if several in a row are, or if the parameters move",
     "gradient_spike": "a norm far above the usual one in a single sample, after which it is usual again",
-    "vanishing_gradient": "a tiny norm; norms that fall layer by layer towards the input; gradients of some weights that "
-    "are only rounding errors, or of float16 that are its smallest numbers",
+    "vanishing_gradient": "a tiny norm; norms that fall layer by layer towards the input; gradients of some weights "
+    "that are only rounding errors, or of float16 that are its smallest numbers",
     "dead_gradient": "units of a layer, always the same, without a gradient; a layer that loses its gradient or its "
     "inputs",
-    "no_gradient": "trainable parameters without a gradient, for longer than chance explains; gradients that are all 0, "
-    "or were zeroed before the step",
+    "no_gradient": "trainable parameters without a gradient, for longer than chance explains; gradients that are all "
+    "0, or were zeroed before the step",
     "parameters_unchanged": "parameters that no update changes although they have gradients, or far less than the "
     "learning rate implies",
-    "initial_weights": "at the first step: weights far larger or smaller than what keeps a signal's size, large biases, "
-    "large outputs",
+    "initial_weights": "at the first step: weights far larger or smaller than what keeps a signal's size, large "
+    "biases, large outputs",
     "equal_units": "at the first step: units of a layer that are all equal",
     "large_inputs": "at the first steps: inputs far from a size of one",
     "zero_inputs": "inputs that are all 0",
@@ -77,7 +77,9 @@ def causes() -> list[str]:
     titles = {symptom.kind: symptom.title for symptom in SYMPTOMS}
     lines = ["| cause | in words | named for | what to do |", "|---|---|---|---|"]
     for cause in CAUSES.values():
-        kinds = [titles[kind] for kind, rows in PATTERNS.items() if any(cause.name in (row.cause, row.rival) for row in rows)]
+        kinds = [
+            titles[kind] for kind, rows in PATTERNS.items() if any(cause.name in (row.cause, row.rival) for row in rows)
+        ]
         lines.append(f"| `{cause.name}` | {cause.text} | {', '.join(kinds)} | {cause.remedy} |")
     return lines
 

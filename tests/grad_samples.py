@@ -71,7 +71,9 @@ def sample_of(
 
 def of_norms(norms: Iterable[float], *, start: int = 1, name: str = "w") -> Snapshot:
     """Return samples of one parameter with one element: gradients of these norms, and a value that changes a little."""
-    rows = np.stack([row_of(np.array([g]), np.array([1.0 + 1e-9 * (place % 2)])) for place, g in enumerate(norms, start)])
+    rows = np.stack(
+        [row_of(np.array([g]), np.array([1.0 + 1e-9 * (place % 2)])) for place, g in enumerate(norms, start)]
+    )
     rows = rows[:, None]
     return Snapshot(steps=np.arange(start, start + len(rows)), names=(name,), rows=rows)
 
@@ -152,5 +154,5 @@ def take_sample(model: torch.nn.Module, step: int, *, histogram: bool = False) -
 
 
 def module_kinds(model: torch.nn.Module) -> dict[str, str]:
-    """Return {module name: class name}, which a diagnosis takes as context."""
+    """Return {module name: class name}, which the judgement takes as context."""
     return {name: type(module).__name__ for name, module in model.named_modules()}

@@ -306,7 +306,9 @@ def test_parameters_that_never_change_are_told_as_soon_as_it_is_certain_and_with
             optimizer.step()
 
     causes: list[str] = []
-    told = run(model, advance, steps=170, sample_every=every, on_alert=lambda alert: causes.append(alert.incident.cause))
+    told = run(
+        model, advance, steps=170, sample_every=every, on_alert=lambda alert: causes.append(alert.incident.cause)
+    )
     assert told == [("parameters_unchanged", told_at)]
     assert causes == [cause]
 

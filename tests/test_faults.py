@@ -243,7 +243,9 @@ def test_a_clock_that_jumps_moves_no_number(monkeypatch: pytest.MonkeyPatch, sai
     memory = MemorySink()
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with wandb_gradwatch.watch(model, sinks=[memory], rules=[only("inf_gradient")], sample_every=1, log_every=LOG_EVERY):
+    with wandb_gradwatch.watch(
+        model, sinks=[memory], rules=[only("inf_gradient")], sample_every=1, log_every=LOG_EVERY
+    ):
         for number in range(STEPS):
             step(model, optimizer, a=[3, float("inf")] if number == 30 else [3, 4])
     merged = memory.merged()

@@ -161,7 +161,7 @@ def trained(gradients, optimizer=torch.optim.SGD, **options):
     return sink, watcher.summary()
 
 
-# Enough healthy steps for rules, guard and diagnosis to learn the usual norms.
+# Enough healthy steps for judgement and guard to learn the usual norms.
 CALM = [1.0, 1.1, 0.9, 1.05, 0.95] * 4
 FUSED = functools.partial(torch.optim.SGD, fused=True)
 

@@ -98,10 +98,10 @@ def test_the_rules_are_those_that_watch_takes() -> None:
         model["frozen"].requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         begin(model)
-        for number in range(101):
+        for number in range(107):
             optimizer.zero_grad()
-            loss = model["used"](torch.full((1, 2), float("inf") if number == 50 else 1.0)).sum()
-            (loss if number != 50 else 0 * model["used"].weight.sum()).backward()
+            loss = model["used"](torch.full((1, 2), float("inf") if number == 105 else 1.0)).sum()
+            (loss if number != 105 else 0 * model["used"].weight.sum()).backward()
             optimizer.step()
         end()
         return [(alert.title, alert.text) for alert in memory.alerts]

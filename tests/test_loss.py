@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import threading
 import weakref
@@ -22,7 +21,7 @@ from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch._runtime.autograd import backward_root
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks._history_row import HistoryRow
-from wandb_gradwatch.snapshot import Snapshot, keys
+from wandb_gradwatch.snapshot import Snapshot
 
 LOSS, NUM_NONFINITE = "gradwatch/loss", "gradwatch/num_nonfinite_loss"
 

@@ -334,7 +334,10 @@ def test_the_first_module_that_is_not_finite_is_named(of):
         model.broken = step == 2
         train(model, [torch.ones(1, 2)])
     watcher.remove()
-    assert [(alert.incident.kind, alert.step) for alert in alerts] == [("nan_gradient", 3), ("non_finite_activation", 3)]
+    assert [(alert.incident.kind, alert.step) for alert in alerts] == [
+        ("nan_gradient", 3),
+        ("non_finite_activation", 3),
+    ]
     assert "The output of middle was the first of the forward that is not finite, with 2 elements" in alerts[1].text
     assert "middle (2 non-finite), last (1 non-finite), root (1 non-finite)" in alerts[1].text
 

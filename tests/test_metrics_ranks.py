@@ -128,8 +128,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_only_names_it() -> None:
         first = result["metrics"]["gradwatch/first_nonfinite_rank"]
         assert np.isnan(first[:-1]).all()
         assert first[-1] == 1
-        [text] = result["nan"]
-        assert "first in 4.bias, on rank 1." in text
+        [incident] = [one for one in result["nan"] if one.kind == "nan_gradient"]
+        assert (incident.rank, incident.layers[0].name) == (1, "4.bias")
         assert np.isnan(result["metrics"]["ranks/rank_1/local_norm"][-1])
 
 

@@ -1,4 +1,4 @@
-"""Small real trainings, healthy and faulty, for the tests of rules and diagnosis. Each function returns a Training."""
+"""Small real trainings, healthy and faulty, for the tests of the judgement. Each function returns a Training."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ from ._runtime.sharding import rank, refused_engine, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
-from .rules import Alert
 from .snapshot import Snapshot
 
 logger: Final = logging.getLogger("wandb_gradwatch")

@@ -96,7 +96,8 @@ _CAUSES: Final = (
     ),
     Cause(
         "bad_batch", "one bad batch", "Look at the batch of this step",
-        "look at the batch of this step; clip the gradients, at a lower norm if you clip already, or skip such steps with guard='skip'", _BREAKS,
+        "look at the batch of this step; clip the gradients (at a lower norm if you do), or skip such steps with "
+        "guard='skip'", _BREAKS,
         lambda e: e.moves_far and not e.gradient_came_first,
     ),
     Cause(

@@ -123,7 +123,7 @@ class AlertManager:
         return Alert(incident.title, incident.message, incident.found_step, incident.level, incident)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain Python values and arrays; rules are keyed by class and title, so that their order may change."""
+        """The state as plain values and arrays; rules are keyed by class and title, so that their order may change."""
         return {
             "rules": {key: dict(kept.state_dict()) for key, kept in self._rules.items()},
             "judge": None if self._judge is None else self._judge.state_dict(),
@@ -153,7 +153,7 @@ def _load(kept: Any, state: Any) -> None:
 
 
 def _of_rule(alert: Alert, step: int) -> Finding:
-    """The finding of a rule's alert about the sample of this step. An alert that brings its incident, as those of metrics do, is told as such."""
+    """The finding of a rule's alert about this step's sample. An alert that brings its incident is told as such."""
     kind = alert.incident.kind if alert.incident is not None else kind_of(alert.title)
     return Finding(kind, alert.title, alert.level, step, alert.text, told=alert.incident)
 

@@ -41,7 +41,7 @@ class News:
     is_untraced: bool = False  # a gradient was modified although its version counter had not changed
     kinds: set[str] = field(default_factory=set)  # of the alerts that were sent
     seconds_on_rows: float = 0.0  # time for writing windows
-    seconds_on_alerts: float = 0.0  # time for diagnosing and sending alerts
+    seconds_on_alerts: float = 0.0  # time for sending alerts
 
 
 class Dispatcher:

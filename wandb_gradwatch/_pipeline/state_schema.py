@@ -1,6 +1,5 @@
 """The form of a watcher's saved state, against which a state is checked before anything of it is used."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 

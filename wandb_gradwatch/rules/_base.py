@@ -13,7 +13,7 @@ from .._analysis.formatting import visible_text
 from .._analysis.memory import Remembers
 from .._judgement.incident import Incident, Layer, kind_of
 from .._judgement.incident import Level as Level
-from ..snapshot import Snapshot, keys
+from ..snapshot import Snapshot
 
 MAX_TITLE: Final = 63  # W&B documents a limit of 64 characters and does not check it
 
