@@ -115,9 +115,9 @@ def test_what_one_rank_has_found_in_its_part_of_the_batch_is_told_on_rank_0(repl
     assert [(title, step) for title, step, _ in second["alerts"]] == [("NaN gradient", 3)]
     told, own = first["notes"][3]["first_bad_operation"], second["notes"][3]["first_bad_operation"]
     assert own.startswith("aten.log in 2, guard_rank_programs.py:")
-    assert own in second["alerts"][0][2]
+    assert own.splitlines()[0].rstrip(".") in second["alerts"][0][2]
     assert told == f"{own}\nOn rank 1, in its part of the batch."
-    assert told in first["alerts"][1][2]
+    assert own.splitlines()[0] in first["alerts"][1][2]
 
 
 def test_ranks_with_shards_run_no_step_again_and_say_so_once(replays):

@@ -55,6 +55,9 @@ def finding_of(symptom: Symptom, facts: Facts, places: list[int], since: int, un
         fact += "; the guard left this update out"
     if facts.sample.left_out:
         fact += "; the training loop left this step out"
+    rank = _rank(facts)
+    if symptom.kind in _NONFINITE and rank is not None:
+        fact += f"; first on rank {rank}"
     is_trial = bool(facts.snapshot.inferred[facts.place])  # of a line search, perhaps: no optimizer step was seen
     if symptom.kind in _NONFINITE and (facts.sample.left_out or (is_trial and not facts.is_broken)):
         level = "WARN"  # no update was made of it
@@ -62,7 +65,7 @@ def finding_of(symptom: Symptom, facts: Facts, places: list[int], since: int, un
         since = min(since, evidence.onset_step)
     return Finding(
         symptom.kind, symptom.title, level, facts.step, fact, since, unmeasured_from,
-        _layers(symptom, facts, places), _values(facts), evidence, explain(evidence), _rank(facts),
+        _layers(symptom, facts, places), _values(facts), evidence, explain(evidence), rank,
     )  # fmt: skip
 
 
