@@ -24,7 +24,7 @@ class _Open:
 
 
 class IncidentBook:
-    """All incidents of a run. An incident is told when it begins, and again when its level rises or its cause clears."""
+    """All incidents of a run. Each is told when it begins, and again when its level rises or its cause clears."""
 
     def __init__(self) -> None:
         self._incidents: list[Incident] = []
