@@ -3,7 +3,7 @@ benchmarks/results/detection.json.
 
 A tiny MLP is trained with twenty faults of its loss: it becomes NaN permanently, it becomes 10,000 times larger
 permanently, or it is 100 times larger for one step. After each fault's part of the training, the parameters and the
-state of the rules are restored to those before the fault, so that each fault meets the same rules.
+state of the judgement are restored to those before the fault, so that each fault meets the same judgement.
 
     python -m benchmarks.detection [--steps 100000] [--faults 20]
 """
@@ -17,7 +17,6 @@ import math
 import multiprocessing
 import random
 import statistics
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ import torch
 import wandb_gradwatch
 from benchmarks.machine import describe_machine
 from benchmarks.models import TASKS
-from wandb_gradwatch import Alert, Rule, Snapshot
+from wandb_gradwatch import Alert, Snapshot
 from wandb_gradwatch._measure.cpu_compiled import is_installed
 from wandb_gradwatch._measure.measure import compile_for_cpu
 
@@ -44,13 +43,13 @@ class Kind:
     name: str
     factor: float
     stays: bool
-    titles: tuple[str, ...]  # titles of the alerts that count as detection
+    found_as: tuple[str, ...]  # kinds of incidents that count as detection
 
 
 KINDS = (
-    Kind("NaN for good", math.nan, True, ("NaN gradient",)),
-    Kind("explosion that stays, 10,000 times", 1e4, True, ("Exploding gradient",)),
-    Kind("spike of one step, 100 times", 100.0, False, ("Exploding gradient",)),
+    Kind("NaN for good", math.nan, True, ("nan_gradient",)),
+    Kind("explosion that stays, 10,000 times", 1e4, True, ("exploding_gradient",)),
+    Kind("spike of one step, 100 times", 100.0, False, ("exploding_gradient", "gradient_spike")),
 )
 CADENCES: dict[str, dict[str, Any]] = {
     "1 %, the default": {},
@@ -72,31 +71,12 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """An alert of a rule, and the step of the training at which the rule returned it."""
+class Told:
+    """An incident that was told, the step at which it was found, and the step of the training at which it was told."""
 
-    title: str
+    kind: str
     step: int
     said_at: int
-
-
-class Noted(Rule):
-    """Wrap a rule and record all its alerts, not only the first of an episode."""
-
-    def __init__(self, rule: Rule, training: Training) -> None:
-        self._rule, self._training = rule, training
-
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        found = list(self._rule.check(snapshot))
-        said_at = self._training.step
-        self._training.findings += [Finding(alert.title, alert.step, said_at) for alert in found]
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        return deepcopy(self._rule.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rule.load_state_dict(deepcopy(state))
 
 
 class Training:
@@ -105,38 +85,41 @@ class Training:
     def __init__(self, faults: list[Fault], **cadence: Any) -> None:
         torch.manual_seed(0)
         self.step = 0
-        self.findings: list[Finding] = []
+        self.told: list[Told] = []
         self.num_samples, self.overhead_ratio = 0, math.nan
         self._faults = faults
         self._model = TASKS["mlp"].make(torch.device("cpu"))
-        self._rules = [Noted(rule, self) for rule in wandb_gradwatch.default_rules()]
         self._cadence = cadence
 
     def run(self) -> Training:
         optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-6)  # so small that only the faults change anything
         counter = _Counter()
-        with wandb_gradwatch.watch(self._model, sinks=[counter], rules=self._rules, **self._cadence):
+        watcher = wandb_gradwatch.watch(self._model, sinks=[counter], on_alert=self._note, **self._cadence)
+        judged = watcher._alert_manager
+        with watcher:
             for fault in self._faults:
                 while self.step < fault.last:
                     self.step += 1
                     if self.step == fault.first:
-                        parameters = deepcopy(self._model.state_dict())
-                        remembered = [rule.state_dict() for rule in self._rules]
+                        parameters, remembered = deepcopy(self._model.state_dict()), deepcopy(judged.state_dict())
                     (self._model(light=False) * fault.factor(self.step)).backward()
                     optimizer.step()
                     optimizer.zero_grad()
                 self._model.load_state_dict(parameters)
-                for rule, state in zip(self._rules, remembered, strict=True):
-                    rule.load_state_dict(state)
+                judged.load_state_dict(remembered)
         self.num_samples, self.overhead_ratio = counter.num_samples, counter.overhead_ratio
         return self
+
+    def _note(self, alert: Alert) -> None:
+        assert alert.incident is not None
+        self.told.append(Told(alert.incident.kind, alert.step, self.step))
 
     def lateness(self, fault: Fault) -> int | None:
         """Return the number of steps from a fault to its first alert; None: it was not detected."""
         said = [
-            finding.said_at
-            for finding in self.findings
-            if finding.title in fault.kind.titles and fault.first <= finding.step <= fault.last
+            told.said_at
+            for told in self.told
+            if told.kind in fault.kind.found_as and fault.first <= told.step <= fault.last
         ]
         return min(said) - fault.first if said else None
 
@@ -188,7 +171,7 @@ Made by `python -m benchmarks.detection --steps {faults[-1].last}` on {day} on {
 cores, torch {machine["versions"]["torch"]}, commit {machine["commit"]}.
 
 A tiny MLP, {faults[-1].last:,} steps, {len(faults)} faults at random steps: {"; ".join(kind.name for kind in KINDS)}.
-The table shows how many faults the rules report, and how many steps after the first bad step: the median and the
+The table shows how many faults are reported, and how many steps after the first bad step: the median and the
 largest number. "Measures one in" is the average number of steps per measured step; the share of the time is
 `gradwatch/overhead_ratio`. One second of monitoring is allowed in addition at the start of a run, so that the
 first seconds are measured nearly whole, and the cadence becomes sparser after them.

@@ -71,7 +71,9 @@ def sample_of(
 
 def of_norms(norms: Iterable[float], *, start: int = 1, name: str = "w") -> Snapshot:
     """Return samples of one parameter with one element: gradients of these norms, and a value that changes a little."""
-    rows = np.stack([row_of(np.array([g]), np.array([1.0 + 1e-9 * (place % 2)])) for place, g in enumerate(norms)])
+    rows = np.stack(
+        [row_of(np.array([g]), np.array([1.0 + 1e-9 * (place % 2)])) for place, g in enumerate(norms, start)]
+    )
     rows = rows[:, None]
     return Snapshot(steps=np.arange(start, start + len(rows)), names=(name,), rows=rows)
 

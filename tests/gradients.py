@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, Watcher
+from wandb_gradwatch._judgement.symptoms import SYMPTOMS
+from wandb_gradwatch.rules import Judgement
 from wandb_gradwatch.snapshot import Snapshot
 
 Values = Sequence[float] | Tensor
@@ -36,6 +38,11 @@ def watch(model: Any, *args: Any, **options: Any) -> tuple[Watcher, MemorySink]:
     sink = MemorySink()
     options = {"sinks": [sink], "rules": [], "sample_every": 1, "log_every": 1} | options
     return wandb_gradwatch.watch(model, *args, **options), sink
+
+
+def only(*kinds: str) -> Judgement:
+    """Return the judgement that looks for these kinds of incidents alone."""
+    return Judgement(without=sorted({symptom.kind for symptom in SYMPTOMS} - set(kinds)))
 
 
 def step(model: Chosen, optimizer: torch.optim.Optimizer, **gradients: Values) -> None:

@@ -11,7 +11,6 @@ import torch
 from gradients import watch
 from rank_programs import batch_of, build, loss_of, shard, split
 from torch import nn
-from wandb_gradwatch._diagnosis import diagnose
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, SkipGuard, unwatch
@@ -114,8 +113,8 @@ def replayed(rank: int, world: int, *, kind: str, guard: str | None) -> dict[str
     return {"parameters": parameters, "said": said, "notes": notes, "alerts": alerts}
 
 
-def one_bad_rank(rank: int, world: int) -> list[str]:
-    """Train with NaN on the last rank in three steps; return the diagnosed causes, most probable first."""
+def one_bad_rank(rank: int, world: int) -> list[int | None]:
+    """Train with NaN on the last rank in three steps; return the ranks of the incidents."""
     model = sharded("fsdp2", world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     watcher, _ = watch(model, guard="skip", rules=None)
@@ -131,9 +130,9 @@ def one_bad_rank(rank: int, world: int) -> list[str]:
         loss_of(model, batch_of(rank, step)).backward()
         optimizer.step()
     watcher.flush()
-    causes = [str(found) for found in diagnose(watcher._dispatcher.recorder.history(), num_ranks=world)]
+    found = [incident.rank for incident in watcher.verdict().incidents if incident.kind == "nan_gradient"]
     watcher.remove()
-    return causes
+    return found
 
 
 def messages() -> tuple[list[str], logging.Handler]:

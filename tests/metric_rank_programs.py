@@ -15,6 +15,7 @@ from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss
 from rank_programs import train as train_ranks
 from torch import nn
 
+from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch.metrics import (
     Activations,
     Attention,
@@ -27,7 +28,7 @@ from wandb_gradwatch.metrics import (
     Spectrum,
     Updates,
 )
-from wandb_gradwatch.rules import NaNGradient
+from wandb_gradwatch.rules import Judgement
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
 
@@ -347,7 +348,7 @@ def side_by_side(
         "parameters": parameters,
         "steps": merged.steps.tolist(),
         "norm": merged.total_grad_norm,
-        "nan": [alert.text for alert in NaNGradient().check(merged)],
+        "nan": [alert.incident for alert in AlertManager([Judgement()]).process(merged)],
         "histograms": {key: int(of.counts.sum()) for key, of in sink.snapshots[-1].metric_histograms.items()},
         "own": torch.stack(own).numpy() if own else None,
         "losses": losses,

@@ -7,10 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from gradients import Chosen, of, samples, step, watch
+from gradients import Chosen, of, only, samples, step, watch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from wandb_gradwatch.rules import InfGradient, NaNGradient
 
 
 def everything_nan(model):
@@ -51,7 +49,7 @@ def test_nan_that_arises_after_the_backward_is_counted_at_its_step_and_told_as_s
     optimizer = torch.optim.Adam(model.parameters(), **OPTIMIZERS[variant])
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=when != "no scaler")
     alerts = []
-    watcher, sink = watch(model, rules=[NaNGradient(), InfGradient()], on_alert=alerts.append)
+    watcher, sink = watch(model, rules=[only("nan_gradient", "inf_gradient")], on_alert=alerts.append)
     for number in range(1, 4):
         optimizer.zero_grad()
         scaler.scale(model.loss(**GRADIENTS)).backward()
@@ -68,22 +66,22 @@ def test_nan_that_arises_after_the_backward_is_counted_at_its_step_and_told_as_s
     assert counts(snapshot) == [[0] * 4, list(BROKEN[breaks]), [0] * 4]
     applied = when in ("no scaler", "after unscale_")  # a scaler that checks after the change skips the step
     assert snapshot.skipped.tolist() == [False, not applied, False]
-    kind = "Inf gradient" if breaks is one_inf else "NaN gradient"
-    assert [(alert.title, alert.step) for alert in alerts] == ([(kind, 2)] if applied else [])
-    assert all("arose after the backward" in alert.text for alert in alerts)
+    kind = "inf_gradient" if breaks is one_inf else "nan_gradient"
+    assert [(alert.incident.kind, alert.step) for alert in alerts] == ([(kind, 2)] if applied else [])
+    assert all(alert.incident.cause == "code_after_backward" for alert in alerts)
 
 
 def test_a_nan_of_the_backward_that_clipping_spreads_is_counted_where_it_was():
     model = Chosen(a=2, b=3)
     alerts = []
-    watcher, sink = watch(model, rules=[NaNGradient()], on_alert=alerts.append)
+    watcher, sink = watch(model, rules=[only("nan_gradient")], on_alert=alerts.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model.loss(a=[3, 4], b=[1, math.nan, 2]).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm is NaN, so clipping makes every element NaN
     optimizer.step()
     snapshot = samples(watcher, sink)
     assert counts(snapshot) == [[0, 1, 0, 0]]
-    assert "after the backward" not in alerts[0].text
+    assert alerts[0].incident.cause != "code_after_backward"
 
 
 @pytest.mark.parametrize("variant", OPTIMIZERS)

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import Chosen, step
+from gradients import Chosen, only, step
 from offline import history
 from processes import Ended, script
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink
 from wandb_gradwatch._pipeline import pipeline
-from wandb_gradwatch.rules import Alert, InfGradient
+from wandb_gradwatch.rules import Alert
 
 STEPS, LOG_EVERY = 40, 5
 FLUSHED = list(range(LOG_EVERY, STEPS + 1, LOG_EVERY))
@@ -243,7 +243,9 @@ def test_a_clock_that_jumps_moves_no_number(monkeypatch: pytest.MonkeyPatch, sai
     memory = MemorySink()
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with wandb_gradwatch.watch(model, sinks=[memory], rules=[InfGradient()], sample_every=1, log_every=LOG_EVERY):
+    with wandb_gradwatch.watch(
+        model, sinks=[memory], rules=[only("inf_gradient")], sample_every=1, log_every=LOG_EVERY
+    ):
         for number in range(STEPS):
             step(model, optimizer, a=[3, float("inf")] if number == 30 else [3, 4])
     merged = memory.merged()
@@ -321,7 +323,7 @@ def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flus
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-10)
     raised = []
-    rules = [wandb_gradwatch.rules.VanishingGradient()]
+    rules = [only("vanishing_gradient")]
     watcher = wandb_gradwatch.watch(model, sinks=[memory], rules=rules, sample_every=1, log_every=20, on_alert=stop)
     for _ in range(25):
         try:

@@ -96,12 +96,12 @@ def test_the_rules_are_those_that_watch_takes() -> None:
         torch.manual_seed(0)
         model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("used", "unused", "frozen")})
         model["frozen"].requires_grad_(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         begin(model)
-        for number in range(101):
+        for number in range(107):
             optimizer.zero_grad()
-            loss = model["used"](torch.full((1, 2), float("inf") if number == 50 else 1.0)).sum()
-            (loss if number != 50 else 0 * model["used"].weight.sum()).backward()
+            loss = model["used"](torch.full((1, 2), float("inf") if number == 105 else 1.0)).sum()
+            (loss if number != 105 else 0 * model["used"].weight.sum()).backward()
             optimizer.step()
         end()
         return [(alert.title, alert.text) for alert in memory.alerts]
@@ -118,7 +118,7 @@ def test_the_rules_are_those_that_watch_takes() -> None:
     texts = dict(ours)  # other rules alert for this unusual training, too
     assert texts.keys() >= {"Non-finite activation", "No gradient"}
     assert "unused.weight" in texts["No gradient"]
-    assert "frozen" not in texts["No gradient"].split("Probable cause")[0]
+    assert "frozen." not in texts["No gradient"]
     assert ours == plain
 
 

@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from gradients import Chosen, watch
+from gradients import Chosen, only, watch
 from torch import nn
 
-from wandb_gradwatch.rules import LossScaleCollapse, NaNGradient
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
 
@@ -18,7 +17,7 @@ def train(bad, *, set_to_none=True, guard=None, **options):
     model = Chosen(a=2, b=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     alerts = []
-    rules = [NaNGradient(), LossScaleCollapse(patience=2)]
+    rules = [only("nan_gradient", "loss_scale_collapse")]
     watcher, sink = watch(model, rules=rules, on_alert=alerts.append, guard=guard, **options)
     for number in range(10):
         model.loss(a=[3, 4], b=[math.nan if number in bad else 0]).backward()
@@ -77,7 +76,7 @@ def test_a_backward_that_is_dropped_although_it_is_finite_is_no_step():
 def test_a_loop_that_ends_at_a_nan_is_told_of_it_and_one_that_ends_within_an_update_has_no_more_samples(bad, log_every):
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watcher, sink = watch(model, rules=[NaNGradient()], log_every=log_every)
+    watcher, sink = watch(model, rules=[only("nan_gradient")], log_every=log_every)
     for _ in range(3):
         model.loss(a=[3, 4]).backward()
         optimizer.step()

@@ -158,7 +158,7 @@ def test_a_gradient_that_comes_back_raises_an_alert_at_its_own_step_and_noise_ra
     noise[220] *= 5
     [alert] = trained(noise).alerts
     assert (alert.title, alert.step) == ("Update outgrows", 221)
-    assert "in 1 of the parameters the gradient is more than 2.3 times" in alert.text
+    assert "In 1 of the parameters the gradient is more than 2.3 times" in alert.text
     assert "a (" in alert.text
 
 

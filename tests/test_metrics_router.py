@@ -119,7 +119,7 @@ def test_the_numbers_over_all_layers_are_not_counted_as_another_router() -> None
     one_expert = [[[[9.0, 0.0, 0.0]]] * 2]  # both layers send all tokens to the first of three experts
     [alert] = routed([one_expert] * 12, num_layers=2)[1].alerts
     assert "2 of the routers sent no token" in alert.text
-    assert "Worst layers: gates.0 (2 experts), gates.1 (2 experts).\n" in alert.text
+    assert [layer.name for layer in alert.incident.layers] == ["gates.0 (2 experts)", "gates.1 (2 experts)"]
 
 
 def test_a_module_that_returns_no_logits_is_named(caplog: pytest.LogCaptureFixture) -> None:

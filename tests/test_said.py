@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from gradients import Chosen, step, watch
+from gradients import Chosen, only, step, watch
 
 import wandb_gradwatch
 from wandb_gradwatch import Alert, ConsoleSink, MemorySink, Sink
-from wandb_gradwatch.rules import NaNGradient
 
 SGD = torch.optim.SGD
 
@@ -19,7 +18,7 @@ def train(gradients, **options):
     """Train one step with each of these gradients of one element, then remove the watcher."""
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.0)
-    watcher, _ = watch(model, **{"rules": [NaNGradient()]} | options)
+    watcher, _ = watch(model, **{"rules": [only("nan_gradient")]} | options)
     for gradient in gradients:
         step(model, optimizer, a=[gradient])
     watcher.remove()
@@ -30,7 +29,7 @@ def warn_at_2(snapshot):
 
 
 def test_an_error_is_said_on_standard_error_once_in_an_incident_and_the_end_is_the_verdict(capsys):
-    train([1, 1, math.nan, math.nan, 1], rules=[NaNGradient(), warn_at_2])
+    train([1, 1, math.nan, math.nan, 1], rules=[only("nan_gradient"), warn_at_2])
     said = capsys.readouterr().err
     assert said.count("wandb_gradwatch: ERROR: Step 3: ") == said.count("ERROR") == 1
     assert said.splitlines()[-1].startswith("wandb_gradwatch: broke at step 3: ")
@@ -116,10 +115,12 @@ def test_what_lasts_is_said_once_and_at_the_end_with_its_count(said):
         model.loss(a=[1]).backward()
         optimizer.zero_grad()  # between the backward and the step
         optimizer.step()
-    assert [alert.title for alert in sink.alerts] == ["No gradient"]
+    assert [alert.incident.cause for alert in sink.alerts] == ["gradients_zeroed"]
+    (incident,) = watcher.verdict().incidents
+    assert (incident.first_step, incident.last_step) == (1, 3)
     watcher.remove()
     (again,) = [text for text in said() if "times in all" in text]
-    assert again.startswith("wandb_gradwatch: 3 times in all measured steps: Step 1: every gradient was already None")
+    assert again.startswith("wandb_gradwatch: 3 times in all measured steps: step 1: every gradient was already None")
 
 
 def test_a_resumed_training_does_not_say_again_what_it_has_said():

@@ -18,6 +18,7 @@ from torch import nn
 import wandb_gradwatch
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import MemorySink
+from wandb_gradwatch.snapshot import Snapshot
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -272,11 +273,14 @@ def test_training_is_untouched(tmp_path: Path) -> None:
 
 def test_an_explosion_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alerts: list[Alert] = []
-    rules = [wandb_gradwatch.rules.ExplodingGradient(threshold=1e-3)]
-    trainer_of(
-        tmp_path, [GradWatchCallback(sample_every=1, rules=rules, on_alert=alerts.append)], max_grad_norm=1e-4
-    ).train()
-    assert [alert.title for alert in alerts] == ["Exploding gradient"]
+
+    @wandb_gradwatch.rule(title="Too large", level="ERROR")
+    def too_large(snapshot: Snapshot) -> str | None:
+        return f"Step {snapshot.steps[0]}: before clipping" if snapshot.total_grad_norm[0] > 1e-3 else None
+
+    callback = GradWatchCallback(sample_every=1, rules=[too_large], on_alert=alerts.append)
+    trainer_of(tmp_path, [callback], max_grad_norm=1e-4).train()
+    assert [alert.title for alert in alerts] == ["Too large"]
     assert capsys.readouterr().err.count("ERROR: Step 1: ") == 1
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from gradients import step
+from gradients import only, step
 from offline import history, records
 from processes import ROOT, inherited
 from wandb.proto.wandb_internal_pb2 import Record
@@ -26,14 +26,14 @@ from wandb_gradwatch._cli import main
 from wandb_gradwatch._judgement.incident import Incident, Layer
 from wandb_gradwatch._judgement.verdict import MAX_INCIDENTS, incidents_within
 from wandb_gradwatch._page.read import HEADER, MAX_INCIDENTS_TEXT, RunReader, read_finished_run
-from wandb_gradwatch.rules import NaNGradient, default_rules
+from wandb_gradwatch.rules import default_rules
 
 CALM, BAD = [1.0] * 300, [math.nan] * 300  # more than 256 elements: smaller models may begin anywhere
 
 
 def trained(watched: Any, *gradients: list[float], **options: Any) -> Any:
     """Train a step with each of these gradients under the default rules; return the watcher, and the model."""
-    model, optimizer, _ = watched({"a": 300}, rules=default_rules(), **options)
+    model, optimizer, _ = watched({"a": 300}, lr=1e-4, rules=default_rules(), **options)
     for values in gradients:
         step(model, optimizer, a=values)
     (watcher,) = wandb_gradwatch._watcher.WATCHERS
@@ -115,7 +115,7 @@ def test_the_row_of_a_window_has_the_worst_level_of_its_alerts(watched: Any, off
         return "odd" if 2 in snapshot.steps else None
 
     model, optimizer, _ = watched(
-        {"a": 300}, rules=[warns_at_2, NaNGradient()], sinks=[WandbSink(offline_run)], log_every=2
+        {"a": 300}, rules=[warns_at_2, only("nan_gradient")], sinks=[WandbSink(offline_run)], log_every=2
     )
     for values in (CALM, CALM, BAD, CALM, CALM, CALM, CALM, CALM):
         step(model, optimizer, a=values)

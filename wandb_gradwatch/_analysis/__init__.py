@@ -1,1 +1,1 @@
-"""Analyses of snapshots that both rules and diagnosis use: baselines, layers, depth, forecasts, texts of alerts."""
+"""What the judgement and the rules of metrics share: baselines, layers, depth, forecasts, texts of alerts."""

@@ -96,8 +96,9 @@ _CAUSES: Final = (
         "lower the learning rate, check biases and masks, use LeakyReLU or GELU", _SILENCES,
     ),
     Cause(
-        "bad_batch", "one bad batch", "Look at this batch; clip, or guard='skip'",
-        "look at the batch of this step; clip the gradients, or skip such steps with guard='skip'", _BREAKS,
+        "bad_batch", "one bad batch", "Look at the batch of this step",
+        "look at the batch of this step; clip the gradients (at a lower norm if you do), or skip such steps with "
+        "guard='skip'", _BREAKS,
         lambda e: e.moves_far and not e.gradient_came_first,
     ),
     Cause(

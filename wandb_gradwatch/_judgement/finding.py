@@ -18,6 +18,7 @@ from .symptoms import Symptom
 
 QUIET: Final = 10  # samples
 _MAX_LAYERS: Final = 5
+_NONFINITE: Final = frozenset({"nan_gradient", "inf_gradient"})
 _OF_GRADIENTS: Final = frozenset({"exploding_gradient", "gradient_spike", "layer_jump", "vanishing_gradient"})
 
 
@@ -60,14 +61,22 @@ def finding_of(
         every: least number of steps between the samples that are compared.
     """
     evidence = Evidence(facts, symptom.kind, places, symptom.of)
-    fact = symptom.says(facts)
+    fact, level = symptom.says(facts), symptom.level
     if facts.sample.guarded:
         fact += "; the guard left this update out"
+    if facts.sample.left_out:
+        fact += "; the training loop left this step out"
+    rank = _rank(facts)
+    if symptom.kind in _NONFINITE and rank is not None:
+        fact += f"; first on rank {rank}"
+    is_trial = bool(facts.snapshot.inferred[facts.place])  # of a line search, perhaps: no optimizer step was seen
+    if symptom.kind in _NONFINITE and (facts.sample.left_out or (is_trial and not facts.is_broken)):
+        level = "WARN"  # no update was made of it
     if symptom.kind == "exploding_gradient" and evidence.onset is not None:
         since = min(since, evidence.onset_step)
     return Finding(
-        symptom.kind, symptom.title, symptom.level, facts.step, fact, since, unmeasured_from,
-        _layers(symptom, facts, places), _values(facts), evidence, explain(evidence), _rank(facts),
+        symptom.kind, symptom.title, level, facts.step, fact, since, unmeasured_from,
+        _layers(symptom, facts, places), _values(facts), evidence, explain(evidence), rank,
         quiet=None if symptom.of_begin else QUIET * every,
     )  # fmt: skip
 
@@ -81,7 +90,7 @@ def _layers(symptom: Symptom, facts: Facts, places: list[int]) -> tuple[Layer, .
     structure = facts.structure
     if symptom.of == "modules":
         return tuple(Layer(structure.modules.names[at], float(facts.dead_L[at])) for at in places[::-1][:_MAX_LAYERS])
-    if symptom.kind in ("nan_gradient", "inf_gradient"):
+    if symptom.kind in _NONFINITE:
         bad = where(facts.bad_P & facts.present_P)[::-1]  # the backward reached the last one first
         return tuple(Layer(structure.names[at]) for at in bad[:_MAX_LAYERS])
     norm_P, usual_P = np.exp(facts.g_P), np.exp(facts.g_P - facts.rise_P)

@@ -47,9 +47,7 @@ class IncidentBook:
             if is_news:
                 told[place] = finding
         for one in list(self._open):
-            if one.place in met:
-                one.num_quiet = 0
-            else:
+            if one.place not in met:
                 self._note_quiet(one, step)
         found = [(self._incidents[place], finding) for place, finding in told.items()]
         self._forget()
@@ -72,7 +70,7 @@ class IncidentBook:
         same = [one for one in self._open if finding.kind in self._incidents[one.place].kinds]
         caused = [one for one in self._open if self._is_caused(finding, one)]
         if found := same or caused:  # the newest
-            place = found[-1].place
+            place, found[-1].num_quiet = found[-1].place, 0
             self._incidents[place], is_news = _joined(self._incidents[place], finding)
             return place, is_news
         self._incidents.append(_new(finding))
@@ -86,6 +84,8 @@ class IncidentBook:
 
     def _note_quiet(self, one: _Open, step: int) -> None:
         known = self._incidents[one.place]
+        if step <= known.last_step:  # the capture has reported this step before its sample arrived
+            return
         one.first_quiet = step if one.num_quiet == 0 else one.first_quiet
         one.num_quiet += 1
         ended = self._num_ended.get(known.kind, 0)

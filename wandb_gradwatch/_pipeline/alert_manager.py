@@ -108,7 +108,7 @@ class AlertManager:
                 continue
             for alert in alerts:  # a rule may name any step; an unknown one is assigned to the newest sample
                 step = alert.step if alert.step in steps else steps[-1]
-                found.setdefault(step, []).append(_of_rule(alert))
+                found.setdefault(step, []).append(_of_rule(alert, step))
         return found
 
     def _alert(self, incident: Incident, finding: Finding) -> Alert:
@@ -117,12 +117,13 @@ class AlertManager:
         operation = self.notes.get(incident.found_step, {}).get(FIRST_BAD_OPERATION)
         if operation is not None and incident.kind in REPLAYED:
             evidence = f"found by running the step again: {operation}"
-            incident = replace(incident, evidence=evidence, rival="", rival_text="")
+            fact = f"{str(operation).splitlines()[0].rstrip('.')}; {incident.fact}"
+            incident = replace(incident, fact=fact, evidence=evidence, rival="", rival_text="")
             self._book.replace(incident)
         return Alert(incident.title, incident.message, incident.found_step, incident.level, incident)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain Python values; rules are keyed by class and title, so that their order may change."""
+        """The state as plain values and arrays; rules are keyed by class and title, so that their order may change."""
         return {
             "rules": {key: dict(kept.state_dict()) for key, kept in self._rules.items()},
             "judge": None if self._judge is None else self._judge.state_dict(),
@@ -151,10 +152,10 @@ def _load(kept: Any, state: Any) -> None:
             kept.load_state_dict(unchanged)  # the first of several values may have been loaded
 
 
-def _of_rule(alert: Alert) -> Finding:
-    """The finding of a rule's alert. An alert that brings its incident, as those of metrics do, is told as such."""
+def _of_rule(alert: Alert, step: int) -> Finding:
+    """The finding of a rule's alert about this step's sample. An alert that brings its incident is told as such."""
     kind = alert.incident.kind if alert.incident is not None else kind_of(alert.title)
-    return Finding(kind, alert.title, alert.level, alert.step, alert.text, told=alert.incident)
+    return Finding(kind, alert.title, alert.level, step, alert.text, told=alert.incident)
 
 
 def _by_key(rules: Iterable[Rule]) -> dict[str, Rule]:

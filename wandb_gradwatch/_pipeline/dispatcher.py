@@ -41,7 +41,7 @@ class News:
     is_untraced: bool = False  # a gradient was modified although its version counter had not changed
     kinds: set[str] = field(default_factory=set)  # of the alerts that were sent
     seconds_on_rows: float = 0.0  # time for writing windows
-    seconds_on_alerts: float = 0.0  # time for diagnosing and sending alerts
+    seconds_on_alerts: float = 0.0  # time for sending alerts
 
 
 class Dispatcher:
@@ -137,16 +137,16 @@ class Dispatcher:
 
     def notice(self, kind: str, text: str) -> None:
         """Log a message of this kind once; `close` logs how often there was one."""
-        if self.is_new(kind, text):
+        is_new = kind not in self._said
+        self.count(kind, text)
+        if is_new:
             logger.warning("wandb_gradwatch: %s", text)
 
-    def is_new(self, kind: str, text: str) -> bool:
-        """Whether this is the first message of its kind; counts the messages for `close`."""
+    def count(self, kind: str, text: str) -> None:
+        """Count a message of this kind for `close`."""
         said = self._said.setdefault(kind, _Said())
-        is_new = said.count == 0
         said.count += text != said.newest  # an equal text names the same step, so it is not counted again
         said.first, said.newest = said.first or text, text
-        return is_new
 
     def close(self, verdict: Verdict) -> None:
         """Log the counts of repeated messages, say the verdict in one line, and close the sinks."""

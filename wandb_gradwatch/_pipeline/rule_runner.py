@@ -76,13 +76,15 @@ class RuleRunner:
             raise raised
 
     def alert_once(self, notice: Notice) -> None:
-        """Send an alert of the capture itself, once for each title."""
-        if notice.step is not None and self._dispatcher.is_new(notice.kind, notice.text):
-            alert = self._alert_manager.report(
-                notice.kind, notice.text, notice.step, notice.level, notice.cause, notice.rival
-            )
-            if alert is not None:
-                self.send(alert)
+        """Take a finding of the capture itself; send its alert if its incident is not told yet."""
+        if notice.step is None:
+            return
+        self._dispatcher.count(notice.kind, f"step {notice.step}: {notice.text}")
+        alert = self._alert_manager.report(
+            notice.kind, notice.text, notice.step, notice.level, notice.cause, notice.rival
+        )
+        if alert is not None:
+            self.send(alert)
 
     def send(self, alert: Alert) -> None:
         """Send an alert, and the verdict that includes its incident."""
