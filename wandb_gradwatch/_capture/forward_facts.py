@@ -231,16 +231,15 @@ class ForwardFacts:
         floats, outputs = list(filter(_is_floating, given)), list(filter(_is_floating, returned))
         forward = _Forwards(known=_known_facts(given, floats, outputs))
         if given or returned:
-            of_kinds = [given, floats, outputs]
             if any([one.numel() > MAX_ELEMENTS for one in (*given, *outputs)]):
                 thinned = {id(one): _thinned(one) for one in (*given, *outputs)}
-                of_kinds = [[thinned[id(one)] for one in some] for some in of_kinds]
-            batch = next((one for one in of_kinds[2] if one.ndim), None)
-            if batch is not None and len(batch) > 1:
-                forward.num_features = batch.numel() // len(batch)
+                given, floats, outputs = ([thinned[id(one)] for one in some] for some in (given, floats, outputs))
+            batch = next((one for one in outputs if one.ndim), None)
+            if batch is not None and (num_rows := batch.shape[0]) > 1:
+                forward.num_features = batch.numel() // num_rows
             else:
                 batch = None
-            read = _Read(*of_kinds, batch)
+            read = _Read(given, floats, outputs, batch)
             if all([one.is_cpu for one in (*given, *outputs)]):
                 self._read_on_host(forward, number, read)
             else:
@@ -253,7 +252,7 @@ class ForwardFacts:
         if read.given:
             checksum = 0
             for tensor in read.given:
-                checksum = zlib.crc32(np.ascontiguousarray(_array_of(tensor)), checksum)
+                checksum = zlib.crc32(np.ascontiguousarray(_array_of(tensor)).data, checksum)
             if (before := self._checksums.get(number)) is not None:
                 num_equal, forward.num_compared = int(checksum == before), 1
             self._checksums[number] = checksum
@@ -337,7 +336,7 @@ def _sum_sq(values: FloatArray) -> float:
 
 def _sum_of_variances(wide_E: FloatArray, batch: Tensor) -> float:
     """Return the sum of the variances over dimension 0, given the elements in float64 (magnitudes of complex ones)."""
-    num = len(batch)
+    num = batch.shape[0]
     if batch.is_complex():
         wide_E = torch.view_as_real(batch.resolve_conj()).double().reshape(-1).numpy()
     rows = wide_E.reshape(num, -1)
