@@ -5,6 +5,7 @@ They tell in which direction a gradient turned and how far a parameter moved, wi
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
@@ -49,7 +50,8 @@ def facts_of(sums_6P: FloatArray, num_P: FloatArray) -> FloatArray:
         np.minimum(np.maximum(cosine, -1.0), 1.0, out=facts[:, 0])
         np.divide(roots[2], roots[3], out=facts[:, 1])
         np.divide(sums_6P[5], num_P, out=facts[:, 2])
-        facts[~np.isfinite(facts + num_P[:, None])] = np.nan
+        if not math.isfinite(np.add.reduce(facts, axis=None)):
+            facts[~np.isfinite(facts + num_P[:, None])] = np.nan
     return facts
 
 
@@ -64,6 +66,7 @@ class Witnesses(ABC):
         self._sizes: IntArray = np.zeros(num_names, dtype=np.int64)
         self._sizes_before = self._sizes.copy()
         self._num_before: FloatArray = np.zeros(num_names)  # of witnesses
+        self._is_empty = True  # the open sample has no witnesses
         self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @property
@@ -90,7 +93,7 @@ class Witnesses(ABC):
     @torch.no_grad()  # the user's mark_step() calls this
     def write(self, slots: Sequence[int], gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         """Take the witnesses of these gradients and parameters [N], ascending: the newest of the open sample."""
-        sizes = self._take(slots, gradients, parameters)
+        sizes, self._is_empty = self._take(slots, gradients, parameters), False
         if len(slots) == len(self._sizes):
             self._sizes = sizes
         else:
@@ -102,11 +105,13 @@ class Witnesses(ABC):
 
     def forget_sample(self) -> None:
         """Forget the open sample's witnesses."""
-        if self._sizes.any():
-            self._sizes = np.zeros(len(self._sizes), dtype=np.int64)
+        if not self._is_empty:
+            self._sizes, self._is_empty = np.zeros(len(self._sizes), dtype=np.int64), True
 
     def compare(self) -> Compared | None:
         """Compare the open sample with those before, which it becomes one of; None if there is nothing to compare."""
+        if self._is_empty:
+            return None
         sizes, before = self._sizes, self._sizes_before
         num_known, num_same = np.count_nonzero(sizes), np.count_nonzero(sizes == before)
         if not num_known:
@@ -189,7 +194,8 @@ class HostWitnesses(Witnesses):
             self._compared = np.empty((6, num_names))
         if not all_readable(tensors, "cpu"):
             tensors = list(map(_elements, tensors))
-        (now, before), slots_N = self._kept, np.array(slots, dtype=np.int64)
+        now, before = self._kept
+        slots_N: IntArray = np.arange(num_names) if len(slots) == num_names else np.array(slots, dtype=np.int64)
         if (loops := cpu_compiled.LOOPS.made) is not None:
             return cpu_compiled.take_witnesses(loops, tensors, slots_N, now, before, self._compared)
         now[:, slots_N] = self._taken(tensors).numpy().reshape(2, len(slots), -1)
