@@ -42,6 +42,7 @@ _PLAIN: Final = frozenset([Tensor, Parameter])
 _NUM_SUMS: Final = 10
 _Row = tuple[float, float, float, float]
 _NO_ROW: Final[_Row] = (0.0, 0.0, 0.0, 0.0)
+_WITHOUT_TENSORS: Final = frozenset([bool, int, float, str, type(None)])
 _KEYS: Final = {name: keys.FACT + name for name in keys.SAMPLE_FACTS}
 _OF_NUMPY: Final = frozenset([torch.float32, torch.float64, torch.int64])  # the usual ones of the dtypes that it has
 _SMALL: Final = 1 << 13  # elements; for more, the product of two vectors would start threads of numpy's own
@@ -223,11 +224,10 @@ class ForwardFacts:
         is_training = torch.is_grad_enabled() and module.training and current_graph_task() == -1
         is_traced = graph_is_made() or torch._C._get_tracing_state() is not None
         if is_training and not (replay.is_running or is_traced or _is_transformed(module)):
-            only = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
-            self._boundary.run(self._note, number, only, output)
+            self._boundary.run(self._note, number, (*args, *kwargs.values()), output)
 
-    def _note(self, number: int, inputs: Any, output: Any) -> None:
-        given, returned = _tensors_in(inputs), _tensors_in(output)
+    def _note(self, number: int, inputs: Sequence[Any], output: Any) -> None:
+        given, returned = _tensors_in(inputs), _tensors_in([output])
         floats, outputs = list(filter(_is_floating, given)), list(filter(_is_floating, returned))
         forward = _Forwards(known=_known_facts(given, floats, outputs))
         if given or returned:
@@ -401,12 +401,17 @@ def _known_facts(given: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Seq
     return known
 
 
-def _tensors_in(thing: Any) -> list[Tensor]:
-    """Return the tensors in a model's inputs or output, detached."""
-    if type(thing) is Tensor:  # the usual case
-        return [thing.detach()] if _is_readable(thing) else []
-    found = (tensor for _, tensor in leaves_in(thing, is_leaf=_is_readable))
-    return [one.detach() if type(one) in _PLAIN else _plain(one) for one in found]
+def _tensors_in(things: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors in a model's arguments or output, detached."""
+    found: list[Tensor] = []
+    for thing in things:
+        if type(thing) is Tensor:  # the usual case
+            if _is_readable(thing):
+                found.append(thing.detach())
+        elif type(thing) not in _WITHOUT_TENSORS:
+            leaves = (tensor for _, tensor in leaves_in(thing, is_leaf=_is_readable))
+            found += [one.detach() if type(one) in _PLAIN else _plain(one) for one in leaves]
+    return found
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -118,10 +118,12 @@ class Witnesses(ABC):
             return None
         has_all = num_known == len(sizes)
         if has_all and num_same == num_known:  # the usual case
-            num_P = self._num_before
+            compared = Compared(self._sums(), self._num_before)
+        elif before.any():
+            is_same_P = (sizes == before) & (sizes > 0)
+            compared = Compared(self._sums(), np.where(is_same_P, np.minimum(sizes, self._most), np.nan))
         else:
-            num_P = np.where((sizes == before) & (sizes > 0), np.minimum(sizes, self._most), np.nan)
-        compared = Compared(self._sums(), num_P) if before.any() else None
+            compared = None
         self._keep(None if has_all else tuple(np.flatnonzero(sizes).tolist()))
         if num_same < len(sizes):
             self._sizes_before = np.where(sizes > 0, sizes, before)
