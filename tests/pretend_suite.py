@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
@@ -19,6 +20,7 @@ from wandb_gradwatch._measure.elements import Measurement, onto, upload
 from wandb_gradwatch._measure.measure import measure
 from wandb_gradwatch._transfer.sample_buffer import SampleBuffer
 from wandb_gradwatch._transfer.transfers import PinnedPool, Sample
+from wandb_gradwatch.snapshot import Snapshot, keys
 
 WAITS = {
     "item": lambda x: x.item() if x.numel() == 1 else x.sum().item(),
@@ -100,6 +102,35 @@ def test_an_event_belongs_to_the_device_it_was_first_recorded_on():
     event.record(torch.cuda.current_stream("cuda:1"))
     with pytest.raises(AssertionError, match="recorded on cuda:0"):
         event.record(torch.cuda.current_stream("cuda:0"))
+
+
+def facts_on(device):
+    """The facts of a training whose parameters have two dtypes, and whose second sample lacks the gradient of one."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2).to(torch.float64)}).to(device)
+    first, optimizer = model["a"], torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(4, 3).to(device) for _ in range(2)]
+    batches[1][0, 0], batches[1][0, 1] = 0.0, torch.inf
+    with watch([first, model["b"]], sinks=[sink := MemorySink()], sample_every=1, log_every=1, rules=[]) as watcher:
+        for number in (0, 0, 1):
+            optimizer.zero_grad()
+            first(batches[number]).sum().backward()
+            if number < 1:
+                model["b"](torch.ones(2, 2, dtype=torch.float64).to(device)).sum().backward()
+            optimizer.step()
+        watcher.flush()
+    whole = functools.reduce(Snapshot.merge, sink.snapshots)
+    facts = {key: value for key, value in whole.metrics.items() if key.startswith(keys.FACT)}
+    return facts | dict(whole.per_parameter)
+
+
+def test_facts_on_a_device_are_those_on_the_host():
+    on_host, on_device = facts_on("cpu"), facts_on("cuda")
+    assert on_host.keys() == on_device.keys()
+    for key, values in on_host.items():
+        np.testing.assert_allclose(on_device[key], values, rtol=1e-5, err_msg=key)
+    assert np.isfinite(on_host[keys.FACT + "input_repeated"]).any()
+    assert np.isfinite(on_host["grad_cosine"]).any()
 
 
 def rows_of(value):

@@ -17,7 +17,9 @@ from gradients import Chosen, samples, step, watch
 from torch import Tensor, nn
 
 from wandb_gradwatch import load_recording, unwatch
+from wandb_gradwatch._measure import cpu_compiled
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
+from wandb_gradwatch._measure.compilation import Compilation
 from wandb_gradwatch.sinks._history_row import HistoryRow
 from wandb_gradwatch.snapshot import Snapshot, keys
 
@@ -131,6 +133,26 @@ def test_one_hot_inputs_with_equal_sums_are_not_repeated() -> None:
     batches = [nn.functional.one_hot(torch.tensor(one), 2).float() for one in ([0, 1], [1, 0], [0, 1], [0, 1])]
     found = trained(Doubler(), [[batch] for batch in batches])
     np.testing.assert_array_equal(fact(found, "input_repeated"), [NAN, 0, 0, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_sizes_are_those_of_elements_of_any_dtype_and_stride(dtype: torch.dtype) -> None:
+    batch = torch.tensor([[3.0, 0.0, 9.0], [0.0, 4.0, 9.0]]).to(dtype)[:, :2]
+    model = Doubler()
+    model.factor = nn.Parameter(model.factor.detach().to(dtype))
+    found = trained(model, [[batch]] * 2, call=lambda x: model(x).abs())
+    assert fact(found, "input_rms") == [2.5, 2.5]
+    assert fact(found, "output_zero_ratio") == [0.5, 0.5]
+    assert fact(found, "output_spread") == [pytest.approx(0.5**0.5, rel=1e-6)] * 2
+    np.testing.assert_array_equal(fact(found, "input_repeated"), [NAN, 1])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_numbers_whose_squares_float32_does_not_have_have_a_size(size: float) -> None:
+    found = trained(Doubler(), [[torch.full((2, 2), size)]])
+    assert fact(found, "input_rms") == [pytest.approx(size)]
+    assert fact(found, "output_rms") == [pytest.approx(2 * size)]
+    assert fact(found, "input_num_nonfinite") == [0]
 
 
 def test_integer_inputs_have_no_size_but_can_be_repeated() -> None:
@@ -395,6 +417,19 @@ def test_a_parameter_is_trainable_from_the_sample_in_which_it_is_unfrozen() -> N
 # Witnesses.
 
 
+@pytest.fixture(params=["compiled", "numpy"])
+def witness_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the witnesses by the compiled loop, or without numba."""
+    if request.param == "numpy":
+        monkeypatch.setattr(cpu_compiled, "is_installed", lambda: False)
+        monkeypatch.setattr(cpu_compiled, "LOOPS", Compilation(lambda: pytest.fail("there is no numba")))
+    elif cpu_compiled.is_installed():
+        cpu_compiled.LOOPS.wait()
+    else:
+        pytest.skip("numba is not installed")
+
+
+@pytest.mark.usefixtures("witness_loop")
 def test_witnesses_tell_the_turn_of_the_gradient_and_the_way_of_the_parameter() -> None:
     (watcher, sink), optimizer = watch(model := Chosen(a=2, b=2)), sgd(model, 0.1)
     step(model, optimizer, a=[3.0, 4.0], b=[1.0, 0.0])
@@ -409,9 +444,10 @@ def test_witnesses_tell_the_turn_of_the_gradient_and_the_way_of_the_parameter() 
     np.testing.assert_array_equal(of(found, "weight_moved", "b"), [NAN, 0.5, 0.5])  # one of two elements
 
 
-def test_at_most_256_elements_at_a_stride_are_witnesses() -> None:
-    (watcher, sink), optimizer = watch(model := Chosen(a=512)), sgd(model, 0.1)
-    odd = torch.arange(512) % 2
+@pytest.mark.usefixtures("witness_loop")
+def test_at_most_64_elements_at_a_stride_are_witnesses() -> None:
+    (watcher, sink), optimizer = watch(model := Chosen(a=128)), sgd(model, 0.1)
+    odd = torch.arange(128) % 2
     for gradient in (odd, odd, 1 - odd, 1 - odd):
         step(model, optimizer, a=gradient)
     found = samples(watcher, sink)
@@ -429,6 +465,7 @@ def test_a_zero_parameter_has_no_relative_change() -> None:
     np.testing.assert_allclose(of(found, "weight_change", "a"), [NAN, NAN, 1])  # from -0.1 to -0.2
 
 
+@pytest.mark.usefixtures("witness_loop")
 def test_a_gradient_is_compared_with_the_last_one_of_its_parameter() -> None:
     (watcher, sink), optimizer = watch(model := Chosen(a=2, b=2, c=2)), sgd(model, 0.1)
     step(model, optimizer, a=[1.0, 0.0], b=[1.0, 0.0], c=[1.0, 0.0])
@@ -438,21 +475,25 @@ def test_a_gradient_is_compared_with_the_last_one_of_its_parameter() -> None:
     np.testing.assert_allclose(found.per_parameter["grad_cosine"], [[NAN] * 3, [NAN, 0, NAN], [0.6, NAN, 1]])
 
 
+@pytest.mark.usefixtures("witness_loop")
 def test_parameters_of_several_dtypes_layouts_and_sizes_are_compared() -> None:
     model = nn.ModuleDict({"a": Chosen(x=2), "b": Chosen(torch.bfloat16, x=3), "c": Chosen(torch.float64, x=300)})
+    model["e"] = Chosen(torch.float16, x=5)
     model["d"] = nn.Conv2d(2, 2, 3, bias=False).to(memory_format=torch.channels_last)
     (watcher, sink), optimizer = watch(model), sgd(model, 0.5)
     for sign in (1.0, -1.0):
         optimizer.zero_grad()
         loss = model["a"].loss(x=[3.0, 4.0]).double() + model["b"].loss(x=[1.0, 1.0, 1.0]).double()
-        loss = loss + model["c"].loss(x=torch.ones(300)) + model["d"](torch.ones(1, 2, 3, 3)).sum().double()
+        loss = loss + model["c"].loss(x=torch.ones(300)) + model["e"].loss(x=torch.ones(5)).double()
+        loss = loss + model["d"](torch.ones(1, 2, 3, 3)).sum().double()
         (sign * loss).backward()
         optimizer.step()
     found = samples(watcher, sink)
-    np.testing.assert_allclose(found.per_parameter["grad_cosine"], [[NAN] * 4, [-1] * 4], rtol=1e-6)
-    np.testing.assert_array_equal(found.per_parameter["weight_moved"][1], [1, 1, 1, 1])
+    np.testing.assert_allclose(found.per_parameter["grad_cosine"], [[NAN] * 5, [-1] * 5], rtol=1e-6)
+    np.testing.assert_array_equal(found.per_parameter["weight_moved"][1], [1, 1, 1, 1, 1])
 
 
+@pytest.mark.usefixtures("witness_loop")
 def test_a_sparse_gradient_has_no_direction_but_its_parameter_moves() -> None:
     model = nn.Embedding(4, 2, sparse=True)
     found = trained(model, [[torch.tensor([[0]])], [torch.tensor([[0]])]])
@@ -460,6 +501,7 @@ def test_a_sparse_gradient_has_no_direction_but_its_parameter_moves() -> None:
     np.testing.assert_array_equal(of(found, "weight_moved", "weight"), [NAN, 0])
 
 
+@pytest.mark.usefixtures("witness_loop")
 @pytest.mark.filterwarnings("error")
 def test_gradients_and_parameters_that_are_not_finite_have_no_direction_and_no_change() -> None:
     (watcher, sink), optimizer = watch(model := Chosen(a=2)), sgd(model, 0.1)

@@ -32,8 +32,9 @@ ROUNDING = 2.0**-53
 needs_numba = pytest.mark.skipif(not cpu_compiled.is_installed(), reason="numba is not installed")
 
 
-def ready(loops: Any) -> Compilation[Any]:
-    """Return a compilation that has finished."""
+def ready(measure: Callable[..., None]) -> Compilation[Any]:
+    """Return a compilation that has finished, with this function as the loop that measures."""
+    loops = cpu_compiled.Loops(measure, lambda *_: pytest.fail("no witnesses are taken"))
     compilation: Compilation[Any] = Compilation(lambda: loops)
     compilation.wait()
     return compilation
@@ -451,17 +452,17 @@ def test_loops_are_compiled_where_nothing_can_be_kept_on_disk(monkeypatch: pytes
 
     asked = []
 
-    def fewer(*, cache: bool) -> str:
+    def fewer(*, cache: bool) -> tuple[str, str]:
         asked.append(cache)
         import numba
 
         numba.njit(numba.int64(numba.int64), cache=cache)(lambda x: x)  # raises what numba raises
-        return "loops"
+        return "measure", "take_witnesses"
 
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])  # as if no folder were writable
     monkeypatch.setattr(cpu_loops, "compile_loops", fewer)
     monkeypatch.setattr(cpu_compiled, "_check", lambda loops: None)
-    assert cpu_compiled._compile() == "loops"
+    assert cpu_compiled._compile() == ("measure", "take_witnesses")
     assert asked == [True, False]
 
 
@@ -511,15 +512,15 @@ def test_a_compilation_that_another_thread_disturbs_is_tried_once_more(
 
     failures = [AttributeError("replaced for a moment")] * 2  # with the cache on disk, and without it
 
-    def disturbed(*, cache: bool) -> str:
+    def disturbed(*, cache: bool) -> tuple[str, str]:
         if failures:
             raise failures.pop()
-        return "loops"
+        return "measure", "take_witnesses"
 
     monkeypatch.setattr(cpu_loops, "compile_loops", disturbed)
     monkeypatch.setattr(cpu_compiled, "_check", lambda loops: None)
     monkeypatch.setattr(cpu_compiled, "_BEFORE_ANOTHER_TRY", 0.0)
-    assert cpu_compiled._compile() == "loops"
+    assert cpu_compiled._compile() == ("measure", "take_witnesses")
     assert said() == []
 
 
@@ -539,9 +540,14 @@ def test_loops_that_fail_are_replaced_by_torch_and_numpy_with_one_warning(
     assert measure_received([torch.ones(4)]).tolist() == [[4.0, 0.0, 0.0]]  # no warning
 
 
+@needs_numba
 def test_loops_that_measure_wrongly_are_not_used() -> None:
-    with pytest.raises(RuntimeError, match="the compiled loops do not measure what torch does"):
-        cpu_compiled._check(lambda *args: args[6].fill(1.0))  # the rows
+    loops = cpu_compiled.LOOPS.wait()
+    cpu_compiled._check(loops)
+    wrong = {"measure": lambda *args: args[5].fill(1.0), "take_witnesses": lambda *args: args[2].fill(1.0)}
+    for name, loop in wrong.items():
+        with pytest.raises(RuntimeError, match="the compiled loops do not measure what torch does"):
+            cpu_compiled._check(loops._replace(**{name: loop}))
 
 
 def test_a_backend_for_the_cpu_says_so_elsewhere() -> None:

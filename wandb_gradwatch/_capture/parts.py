@@ -76,7 +76,7 @@ class CaptureParts:
         self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
         self.probes = Probes(config.probes)
         self.loss = SampleLoss()
-        self.forward_facts = ForwardFacts(self.clock, config.backend)
+        self.forward_facts = ForwardFacts(self.clock)
         self.group_facts = GroupFacts(registry)
         self.wiring = Wiring(registry, self.optimizers, self.clock, notices)
         self.last_node = -1  # number of autograd nodes that had been made at the last step

@@ -13,14 +13,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import cpu
-from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, IntArray
+from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, FloatArray, IntArray
 from .compilation import Compilation
 from .elements import ITEMSIZES, NATIVE_DTYPES, Measurement, Scale, Tensors
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
@@ -28,15 +28,20 @@ from .thread_pool import for_each
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-Loops = Callable[..., None]  # cpu_loops.py, compiled
-
-# N tensors, M pieces of them, C columns, B histogram bins
+# N tensors, M pieces of them, C columns, B histogram bins; P parameters, W witnesses of each
 
 _PIECE: Final = 1 << 18  # elements; takes tens of microseconds
 _BATCH: Final = 8  # pieces that a thread takes at once
 _SHARED_FROM: Final = 1 << 21  # elements; with fewer, one thread is done before another has woken up
 
 _BEFORE_ANOTHER_TRY: Final = 2.0  # seconds
+
+
+class Loops(NamedTuple):
+    """The functions of cpu_loops.py, compiled."""
+
+    measure: Callable[..., None]
+    take_witnesses: Callable[..., None]
 
 
 @cache
@@ -67,10 +72,10 @@ def _compiled() -> Loops:
     from .cpu_loops import compile_loops
 
     try:
-        loops = compile_loops(cache=True)
+        loops = Loops(*compile_loops(cache=True))
     except Exception as error:  # no writable folder, a full disk or a damaged file: compile without the cache
         logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
-        loops = compile_loops(cache=False)
+        loops = Loops(*compile_loops(cache=False))
     _check(loops)
     return loops
 
@@ -97,17 +102,17 @@ def _measure(
     loops: Loops, gradients: Tensors, parameters: Tensors | None, dead_threshold: float, scale: Scale, histogram: bool
 ) -> Measurement:
     elements, num_zeros, exponent = cpu.scaled_elements(gradients, parameters or (), scale)
-    table, starts_N = _table(elements, len(gradients))
+    table, starts_N = _pieces(_table(elements, len(gradients)))
     num_pieces = table.shape[2]
     rows = np.empty((num_pieces, NUM_COLUMNS))
     counts = np.zeros((num_pieces, NUM_BINS if histogram else 0), dtype=np.int64)
     limits = _limits(dead_threshold, exponent)
     if starts_N is None:
-        loops(table, *limits, rows, counts)
+        loops.measure(table, *limits, rows, counts)
     else:
         # It holds the tensors, which a helper may still read.
         def loop(some: slice, _held: object = elements) -> None:
-            loops(table[:, :, some], *limits, rows[some], counts[some])
+            loops.measure(table[:, :, some], *limits, rows[some], counts[some])
 
         batches = [slice(begin, begin + _BATCH) for begin in range(0, num_pieces, _BATCH)]
         for_each(batches, loop, torch.get_num_threads())
@@ -117,22 +122,43 @@ def _measure(
     return cpu.of_gradients(rows_NC, histogram_NB if histogram else None, num_zeros, exponent)
 
 
-def _table(elements: Sequence[Tensor], num: int) -> tuple[IntArray, IntArray | None]:
-    """The table of `num` gradients and as many parameters, or none, and the number of each gradient's first piece: [N].
+def take_witnesses(
+    loops: Loops, elements: Sequence[Tensor], slots_N: IntArray, now: FloatArray, before: FloatArray, sums: FloatArray
+) -> IntArray:
+    """Take witnesses of gradients and parameters and compare them with those before; return the parameters' sizes: [N].
 
-    The table [3, G, M] has addresses, numbers of elements, and kinds; G is 1 without parameters and 2 with them. None
-    for the first pieces: there is little to read, and every tensor is one piece.
+    Args:
+        elements: the contiguous elements of N gradients, and of their parameters.
+        slots_N: their places among all parameters.
+        now: the output: [2, P, W] in float64, zeros where a tensor has fewer elements.
+        before: of the sample before: [2, P, W].
+        sums: the output, as in `Compared`: [6, P].
+    """
+    table = _table(elements, len(slots_N))
+    loops.take_witnesses(table, slots_N, now, before, sums)
+    sizes: IntArray = table[1, 1]
+    return sizes
+
+
+def _table(elements: Sequence[Tensor], num: int) -> IntArray:
+    """The table of `num` gradients and as many parameters, or none: addresses, numbers of elements, and kinds.
+
+    [3, G, N]; G is 1 without parameters and 2 with them.
     """
     addresses, sizes = list(map(Tensor.data_ptr, elements)), list(map(Tensor.numel, elements))
     if 0 in addresses and any(size for size, address in zip(sizes, addresses, strict=True) if not address):
         raise RuntimeError("a tensor with elements has no memory: its storage was freed or is not allocated yet")
     kinds = [NATIVE_DTYPES[tensor.dtype] for tensor in elements]
-    table = np.array(addresses + sizes + kinds, dtype=np.int64).reshape(3, -1, num)
-    return (table, None) if sum(sizes) < _SHARED_FROM else _cut(table)
+    return np.array(addresses + sizes + kinds, dtype=np.int64).reshape(3, -1, num)
 
 
-def _cut(table: IntArray) -> tuple[IntArray, IntArray]:
-    """Cut each gradient and its parameter at the same places; return the table of pieces, and the first pieces."""
+def _pieces(table: IntArray) -> tuple[IntArray, IntArray | None]:
+    """Cut each gradient and its parameter at the same places; return the table of pieces, and the first pieces.
+
+    None for the first pieces: there is little to read, and every tensor is one piece.
+    """
+    if table[1].sum() < _SHARED_FROM:
+        return table, None
     num_pieces_N = np.maximum(-(-table[1].max(axis=0) // _PIECE), 1)
     starts_N = np.cumsum(num_pieces_N) - num_pieces_N
     of_tensor_M = np.repeat(np.arange(len(num_pieces_N)), num_pieces_N)
@@ -166,5 +192,10 @@ def _check(loops: Loops) -> None:
     rows, histogram = _measure(loops, tensors, tensors, 0.5, None, True)
     assert expected_histogram is not None
     assert histogram is not None
-    if not (torch.allclose(rows, expected_rows, rtol=1e-5) and torch.equal(histogram, expected_histogram)):
+    taken, sums = np.empty((2, len(tensors), 64)), np.empty((6, len(tensors)))
+    take_witnesses(loops, [*tensors, *tensors], np.arange(len(tensors)), taken, np.zeros_like(taken), sums)
+    expected = np.stack([one[:: len(one) // 64][:64].double().numpy() for one in tensors])
+    are_taken = all(np.array_equal(of_kind, expected, equal_nan=True) for of_kind in taken)
+    are_equal = torch.allclose(rows, expected_rows, rtol=1e-5) and torch.equal(histogram, expected_histogram)
+    if not (are_equal and are_taken and np.array_equal(sums[5], np.count_nonzero(expected.view(np.int64), axis=1))):
         raise RuntimeError("the compiled loops do not measure what torch does")

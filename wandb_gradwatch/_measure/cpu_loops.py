@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-# M pieces, C columns, B histogram bins, K codes, E elements of one block
+# M pieces, C columns, B histogram bins, K codes, E elements of one block; N tensors, P parameters, W witnesses of each
 
 BLOCK: Final = 2048  # elements: 8 KB of float32, which leaves room for as much scratch in the first-level cache
 SMALL: Final = 1 << 12  # elements; values of smaller tensors are counted directly: summing pairs would cost more
@@ -385,8 +385,56 @@ def _measure(table, dead32, dead64, bins32, bins64, rows, histogram):
                 _parameter(address, size, kind, INFINITY32, scratch32, row)
 
 
-def compile_loops(*, cache: bool) -> Callable[..., None]:
-    """Compile `_measure`, which takes seconds, or a fraction of a second if numba finds it on disk.
+@_jit
+def _take(address, size, kind, witnesses):
+    """Copy elements at a fixed stride of a tensor, followed by zeros if it has fewer: [W]."""
+    stride = max(size // witnesses.size, 1)
+    witnesses[:] = 0.0
+    for i in range(min(size, witnesses.size)):
+        place = address + i * stride * (8 if kind == FLOAT64 else 4 if kind == FLOAT32 else 2)
+        if kind == FLOAT64:
+            witnesses[i] = _value(_words_at(place, np.uint64(0))[0])
+        elif kind == FLOAT32:
+            witnesses[i] = _value(_words_at(place, np.uint32(0))[0])
+        elif kind == BFLOAT16:
+            witnesses[i] = _value(np.uint32(np.uint32(_words_at(place, np.uint16(0))[0]) << np.uint32(16)))
+        else:
+            witnesses[i] = _value(_widened_half(np.uint32(_words_at(place, np.uint16(0))[0])))
+
+
+def _take_witnesses(table, slots, now, before, sums):
+    """Take elements of gradients and parameters, and compare them with those of the sample before.
+
+    Args:
+        table: address, number of elements and kind of each gradient, and of its parameter: [3, 2, N].
+        slots: their places among all parameters: [N].
+        now: the output, of gradients and of parameters: [2, P, W].
+        before: those of the sample before: [2, P, W].
+        sums: the output: of the gradient times the one before, the squares of both, of the parameter's difference and
+            of the parameter before; and the number of elements of the parameter whose bits have changed: [6, P].
+    """
+    bits, bits_before = now.view(np.int64), before.view(np.int64)
+    for i in range(len(slots)):
+        slot = slots[i]
+        for which in range(2):
+            _take(table[ADDRESS, which, i], table[SIZE, which, i], table[KIND, which, i], now[which, slot])
+        product = square = square_before = difference = parameter = 0.0
+        num_moved = np.int64(0)
+        for k in range(now.shape[2]):
+            one, other = now[0, slot, k], before[0, slot, k]
+            product += one * other
+            square += one * one
+            square_before += other * other
+            change = now[1, slot, k] - before[1, slot, k]
+            difference += change * change
+            parameter += before[1, slot, k] * before[1, slot, k]
+            num_moved += bits[1, slot, k] != bits_before[1, slot, k]
+        sums[0, slot], sums[1, slot], sums[2, slot] = product, square, square_before
+        sums[3, slot], sums[4, slot], sums[5, slot] = difference, parameter, num_moved
+
+
+def compile_loops(*, cache: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Compile `_measure` and `_take_witnesses`: seconds, or a fraction of a second if numba finds them on disk.
 
     Args:
         cache: keep the result on disk; raises an exception if there is no writable folder.
@@ -394,5 +442,10 @@ def compile_loops(*, cache: bool) -> Callable[..., None]:
     table = types.int64[:, :, :]  # its rows are not adjacent in a part of a table
     rows, histogram = types.float64[:, ::1], types.int64[:, ::1]
     bins = types.Array(types.int64, 1, "C", readonly=True)
-    signature = types.void(table, types.uint32, types.uint64, bins, bins, rows, histogram)
-    return numba.njit(signature, nogil=True, cache=cache)(_measure)
+    of_measure = types.void(table, types.uint32, types.uint64, bins, bins, rows, histogram)
+    witnesses = types.float64[:, :, ::1]
+    of_witnesses = types.void(table, types.int64[::1], witnesses, witnesses, types.float64[:, ::1])
+    return (
+        numba.njit(of_measure, nogil=True, cache=cache)(_measure),
+        numba.njit(of_witnesses, nogil=True, cache=cache)(_take_witnesses),
+    )

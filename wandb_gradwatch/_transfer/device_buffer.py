@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from .._measure.columns import NUM_BINS, NUM_COLUMNS
 from .._measure.elements import upload, wide_dtype
 from .transfers import PinnedPool
-from .witnesses import Witnesses
+from .witnesses import DeviceWitnesses, HostWitnesses, Witnesses
 
 # P watched parameters, C columns, B histogram bins
 
@@ -37,7 +37,9 @@ class DeviceBuffer:
         self.earlier: Tensor | None = None
         self.received: Tensor | None = None
         self._slots: dict[tuple[int, ...], Tensor] = {}
-        self.witnesses = Witnesses(num_names, self.index)
+        self.witnesses: Witnesses = (
+            HostWitnesses(num_names) if device.type == "cpu" else DeviceWitnesses(num_names, self.index)
+        )
         self._pinned_pool = pinned_pool
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None  # wrote last
         pinned_pool.prepare(self.rows)

@@ -279,8 +279,8 @@ class SampleTransfer(NamedTuple):
             facts[: len(known), : known.shape[1]] = known
         for transfer, num_P in self.witnesses:
             of_device = facts_of(np.asarray(transfer.take(), dtype=np.float64), num_P)
-            here = num_P == num_P  # not NaN: each parameter is on one device
-            facts[: len(num_P)][here, num_facts - of_device.shape[1] :] = of_device[here]
+            here = facts[: len(num_P), num_facts - of_device.shape[1] :]
+            np.fmax(here, of_device, out=here)  # a parameter is on one device: on all others its facts are NaN
         return facts
 
     def _joined(self, packed: Sequence[FloatArray]) -> FloatArray:

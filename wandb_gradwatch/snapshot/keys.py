@@ -112,7 +112,7 @@ PARAMETER_FACTS: Final = (  # names in Snapshot.per_parameter
     "epsilon",
     "momentum",  # or the first of `betas`
     "trainable",  # 1: requires_grad, in this sample
-    # By witnesses: at most 256 elements at a fixed stride, compared with those of the measured sample before
+    # By witnesses: at most 64 elements at a fixed stride, compared with those of the measured sample before
     "grad_cosine",  # of the two gradients
     "weight_change",  # norm of the difference of the parameter, divided by its norm
     "weight_moved",  # share of the witnesses whose bits have changed
