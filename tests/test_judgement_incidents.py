@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from wandb_gradwatch._judgement import patterns
 from wandb_gradwatch._judgement.causes import CAUSES
 from wandb_gradwatch._judgement.evidence import Evidence
 from wandb_gradwatch._judgement.facts import Facts
-from wandb_gradwatch._judgement.finding import Finding
+from wandb_gradwatch._judgement.finding import Detail, Finding
 from wandb_gradwatch._judgement.incident import MAX_FIRST_LINE, MAX_MESSAGE, Incident, Layer, kind_of
 from wandb_gradwatch._judgement.incidents import IncidentBook
 from wandb_gradwatch._judgement.judge import Judge
@@ -212,13 +213,16 @@ def finding(kind: str, cause: str, rival: str = "", *, step: int = 1, level: Any
     """A finding in a sample of which little is known, with this explanation."""
     evidence = Evidence(facts_of(of_norms([1.0], start=step)), kind, [], "")
     explained = explanation(cause, rival) if cause else None
-    return Finding(kind, kind.capitalize(), level, step, "a fact", since=step, evidence=evidence, explanation=explained)
+    detail = Detail("a fact", step, evidence=evidence, explanation=explained)
+    return Finding(kind, kind.capitalize(), level, step, lambda: detail)
 
 
 def facts_of(samples: Snapshot, info: ModelInfo | None = None) -> Facts:
     """The facts of the newest sample."""
     observer = Observer(info or ModelInfo())
-    return [facts for sample in samples.overview for facts in observer.see(samples, sample)][-1]
+    *_, newest = (observer.see(samples, sample) for sample in samples.overview)
+    assert newest is not None
+    return newest
 
 
 LONG_NAMES = {
@@ -242,19 +246,20 @@ def of_long_names(num: int = 40) -> Snapshot:
 @pytest.mark.parametrize("at", range(len(SYMPTOMS)), ids=[f"{at}-{one.kind}" for at, one in enumerate(SYMPTOMS)])
 def test_every_message_is_at_most_400_characters_and_its_first_line_120(at: int) -> None:
     symptom, facts = SYMPTOMS[at], facts_of(of_long_names())
-    found = Finding(
-        symptom.kind, symptom.title, symptom.level, facts.step, symptom.says(facts), since=facts.step - 10**5,
-        unmeasured_from=facts.step - 10**6, layers=tuple(Layer(name, 1.0, 1.0) for name in [*LONG_NAMES][:5]),
-    )  # fmt: skip
+    layers = tuple(Layer(name, 1.0, 1.0) for name in [*LONG_NAMES][:5])
     for pattern in PATTERNS[symptom.kind]:
         explained = explanation(pattern.cause, pattern.rival, "evidence " * 9)
-        ((incident, _),) = IncidentBook().sample(facts.step, [replace(found, explanation=explained)])
+        detail = Detail(symptom.says(facts), facts.step - 10**5, layers, explanation=explained)
+        found = Finding(
+            symptom.kind, symptom.title, symptom.level, facts.step, partial(lambda one: one, detail), facts.step - 10**6
+        )
+        ((incident, _),) = IncidentBook().sample(facts.step, [found])
         assert len(incident.headline) <= MAX_FIRST_LINE == 120
         assert len(incident.message) <= MAX_MESSAGE == 400
         assert incident.message.partition("\n")[0] == incident.headline
         assert incident.headline.startswith(f"Step {incident.first_step}: ")
         assert CAUSES[pattern.cause].text[:20].lower() in incident.headline.lower()
-        assert found.fact[1:20] in incident.message  # what was seen is always there
+        assert detail.fact[1:20] in incident.message  # what was seen is always there
         assert incident.remedy.startswith(CAUSES[pattern.cause].remedy)
 
 

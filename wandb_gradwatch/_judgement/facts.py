@@ -530,6 +530,14 @@ class Facts:
         """Whether at least half of a parameter's elements have no gradient."""
         return bool(np.count_nonzero(self.rows_PC[:, Column.NUM_DEAD] >= 0.5 * self.rows_PC[:, Column.NUM_ELEMENTS]))
 
+    @derived
+    def has_died(self) -> bool:
+        """Whether more of a parameter's elements are without a gradient, by a fifth, than four samples ago."""
+        names = self.structure.names
+        dead_P, size_P = (self.past.rows.back(c, names, 4) for c in (Column.NUM_DEAD, Column.NUM_ELEMENTS))
+        now_P, size_now_P = self.rows_PC[:, Column.NUM_DEAD], self.rows_PC[:, Column.NUM_ELEMENTS]
+        return self.is_any_dead and bool(np.count_nonzero(now_P / size_now_P > dead_P / size_P + 0.2))
+
     def dead_before(self, newest: int) -> FloatArray:
         """Share of each module's units without a gradient in the newest samples before: [N, L]."""
         names = self.structure.names
@@ -596,7 +604,7 @@ class Facts:
     @derived
     def depth(self) -> float:
         """Log of the last layer's gradient norm / the first layer's, on a line, if the norms are in order; else 0."""
-        if not self.spread > X100:
+        if not self.spread > (X1000 if self.run.num_samples > 1 else X100):
             return 0.0
         with np.errstate(over="ignore"):
             norms_L = np.exp(np.clip(self.g_L, -700, 700))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from ..snapshot import keys
+from ..snapshot._arrays import derived
 from .evidence import Evidence
 from .facts import Facts, where
 from .incident import Incident, Layer, Level
@@ -23,13 +25,33 @@ _OF_GRADIENTS: Final = frozenset({"exploding_gradient", "gradient_spike", "layer
 
 
 @dataclass(frozen=True)
+class Detail:
+    """What only a message needs to know of a finding.
+
+    Args:
+        fact: what was seen.
+        since: the step at which it began.
+        evidence: what is known at this moment; None for a rule of the user and for alerts of the capture.
+        explanation: the cause that the facts allow; None if they allow none.
+    """
+
+    fact: str
+    since: int
+    layers: tuple[Layer, ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
+    evidence: Evidence | None = None
+    explanation: Explanation | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
 class Finding:
     """One symptom in one sample.
 
     Args:
-        since: the step at which it began; unmeasured_from: the first of the steps right before that were not measured.
-        evidence: what is known at this moment; None for a rule of the user and for alerts of the capture.
-        explanation: the cause that the facts allow; None if they allow none.
+        describe: works out the detail; called at most once, before the next sample. A finding of an incident that
+            lasts and is clear needs none.
+        unmeasured_from: the first of the steps right before it began that were not measured.
         told: the whole incident, of rules that make their own.
         quiet: samples in a row without a finding that end the first incident of the kind; None: it never ends.
     """
@@ -38,16 +60,14 @@ class Finding:
     title: str
     level: Level
     step: int
-    fact: str
-    since: int = 0
+    describe: Callable[[], Detail]
     unmeasured_from: int | None = None
-    layers: tuple[Layer, ...] = ()
-    values: Mapping[str, float] = field(default_factory=dict)
-    evidence: Evidence | None = None
-    explanation: Explanation | None = None
-    rank: int | None = None
     told: Incident | None = None
     quiet: int | None = QUIET
+
+    @derived
+    def detail(self) -> Detail:
+        return self.describe()
 
 
 def finding_of(
@@ -60,25 +80,27 @@ def finding_of(
         since: the step at which it began; unmeasured_from: as in Finding.
         every: least number of steps between the samples that are compared.
     """
+    is_trial = bool(facts.snapshot.inferred[facts.place])  # of a line search, perhaps: no optimizer step was seen
+    is_unused = facts.sample.left_out or (is_trial and not facts.is_broken)  # no update was made of it
+    level: Level = "WARN" if is_unused and symptom.kind in _NONFINITE else symptom.level
+    quiet = None if symptom.of_begin else QUIET * every
+    describe = partial(_detail, symptom, facts, places, since)
+    return Finding(symptom.kind, symptom.title, level, facts.step, describe, unmeasured_from, quiet=quiet)
+
+
+def _detail(symptom: Symptom, facts: Facts, places: list[int], since: int) -> Detail:
     evidence = Evidence(facts, symptom.kind, places, symptom.of)
-    fact, level = symptom.says(facts), symptom.level
+    fact, rank = symptom.says(facts), _rank(facts)
     if facts.sample.guarded:
         fact += "; the guard left this update out"
     if facts.sample.left_out:
         fact += "; the training loop left this step out"
-    rank = _rank(facts)
     if symptom.kind in _NONFINITE and rank is not None:
         fact += f"; first on rank {rank}"
-    is_trial = bool(facts.snapshot.inferred[facts.place])  # of a line search, perhaps: no optimizer step was seen
-    if symptom.kind in _NONFINITE and (facts.sample.left_out or (is_trial and not facts.is_broken)):
-        level = "WARN"  # no update was made of it
     if symptom.kind == "exploding_gradient" and evidence.onset is not None:
         since = min(since, evidence.onset_step)
-    return Finding(
-        symptom.kind, symptom.title, level, facts.step, fact, since, unmeasured_from,
-        _layers(symptom, facts, places), _values(facts), evidence, explain(evidence), rank,
-        quiet=None if symptom.of_begin else QUIET * every,
-    )  # fmt: skip
+    layers, values = _layers(symptom, facts, places), _values(facts)
+    return Detail(fact, since, layers, values, evidence, explain(evidence), rank)
 
 
 def _rank(facts: Facts) -> int | None:

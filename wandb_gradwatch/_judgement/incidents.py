@@ -11,6 +11,7 @@ from .finding import QUIET, Finding
 from .incident import LEVELS, Incident
 from .patterns import Explanation
 
+_CLEARS_WITHIN: Final = 20  # findings
 _SOON: Final = 60  # steps within which a finding may be a consequence of what was wrong at the beginning
 _MAX_DOUBLINGS: Final = 16
 _MAX_KEPT: Final = 200  # incidents; of more, those that are over are forgotten, oldest first
@@ -22,6 +23,7 @@ class _Open:
     num_quiet: int = 0  # samples in a row without a finding
     first_quiet: int = 0  # the step of the first of these
     most_quiet: int | None = QUIET  # samples that end it; None: it never ends
+    num_findings: int = 0  # by which its cause may have become clear
 
 
 class IncidentBook:
@@ -68,11 +70,12 @@ class IncidentBook:
 
     def _take(self, finding: Finding) -> tuple[int, bool]:
         same = [one for one in self._open if finding.kind in self._incidents[one.place].kinds]
-        caused = [one for one in self._open if self._is_caused(finding, one)]
-        if found := same or caused:  # the newest
-            place, found[-1].num_quiet = found[-1].place, 0
-            self._incidents[place], is_news = _joined(self._incidents[place], finding)
-            return place, is_news
+        if found := same or [one for one in self._open if self._is_caused(finding, one)]:  # the newest
+            one = found[-1]
+            one.num_quiet, one.num_findings = 0, one.num_findings + 1
+            may_clear = one.num_findings <= _CLEARS_WITHIN
+            self._incidents[one.place], is_news = _joined(self._incidents[one.place], finding, may_clear=may_clear)
+            return one.place, is_news
         self._incidents.append(_new(finding))
         self._open.append(_Open(len(self._incidents) - 1, most_quiet=finding.quiet))
         return len(self._incidents) - 1, True
@@ -130,31 +133,33 @@ class IncidentBook:
 
 def _explains(incident: Incident, finding: Finding) -> bool:
     """Whether a cause of an incident that lasts may have led to a finding of another kind."""
-    if finding.evidence is None:
+    if finding.told is not None or not finding.detail.evidence:
         return False
     causes = [CAUSES[name] for name in (incident.cause, incident.rival) if name in CAUSES]
     return any(finding.kind in cause.leads_to for cause in causes)
 
 
-def _joined(incident: Incident, finding: Finding) -> tuple[Incident, bool]:
+def _joined(incident: Incident, finding: Finding, *, may_clear: bool) -> tuple[Incident, bool]:
     """Return the incident with the finding, and whether that is news."""
     kinds = incident.kinds if finding.kind in incident.kinds else (*incident.kinds, finding.kind)
     joined = replace(incident, last_step=finding.step, kinds=kinds)
     is_worse = LEVELS.index(finding.level) > LEVELS.index(incident.level)
-    clears = _clears(incident, finding.explanation) and finding.level != "INFO"
-    if not (is_worse or clears):
+    is_clear = bool(incident.cause) and not incident.rival
+    may_clear = may_clear and not is_clear and finding.level != "INFO"
+    if not is_worse and not (may_clear and _clears(incident, finding.detail.explanation)):
         return joined, False
-    if finding.explanation is None or not (clears or is_worse):
-        return replace(joined, level=finding.level), True
-    worse = finding.level if is_worse else incident.level
-    cause = CAUSES.get(incident.cause)
-    stays = cause is not None and not incident.rival and finding.kind in cause.leads_to
-    stays = stays and not (finding.evidence is not None and cause is not None and cause.is_refuted(finding.evidence))
+    level = finding.level if is_worse else incident.level
+    explanation, evidence = finding.detail.explanation, finding.detail.evidence
+    if explanation is None:
+        return replace(joined, level=level), True
     told = replace(
-        joined, level=worse, kind=finding.kind, title=finding.title, found_step=finding.step, fact=finding.fact,
-        layers=finding.layers or incident.layers, values=finding.values, rank=finding.rank,
+        joined, level=level, kind=finding.kind, title=finding.title, found_step=finding.step, fact=finding.detail.fact,
+        layers=finding.detail.layers or incident.layers, values=finding.detail.values, rank=finding.detail.rank,
     )  # fmt: skip
-    return (told if stays else _explained(told, finding.explanation)), True
+    cause = CAUSES.get(incident.cause) if is_clear else None
+    if cause is not None and finding.kind in cause.leads_to and not (evidence and cause.is_refuted(evidence)):
+        return told, True
+    return _explained(told, explanation), True
 
 
 def _clears(incident: Incident, explanation: Explanation | None) -> bool:
@@ -169,12 +174,13 @@ def _clears(incident: Incident, explanation: Explanation | None) -> bool:
 def _new(finding: Finding) -> Incident:
     if finding.told is not None:
         return replace(finding.told, kinds=(finding.kind,))
+    detail = finding.detail
     found = Incident(
-        kind=finding.kind, title=finding.title, level=finding.level, first_step=finding.since or finding.step,
-        found_step=finding.step, last_step=finding.step, fact=finding.fact, unmeasured_from=finding.unmeasured_from,
-        layers=finding.layers, values=finding.values, kinds=(finding.kind,), rank=finding.rank,
+        kind=finding.kind, title=finding.title, level=finding.level, first_step=detail.since, found_step=finding.step,
+        last_step=finding.step, fact=detail.fact, unmeasured_from=finding.unmeasured_from, layers=detail.layers,
+        values=detail.values, kinds=(finding.kind,), rank=detail.rank,
     )  # fmt: skip
-    return found if finding.explanation is None else _explained(found, finding.explanation)
+    return found if detail.explanation is None else _explained(found, detail.explanation)
 
 
 def _explained(incident: Incident, explanation: Explanation) -> Incident:

@@ -64,16 +64,18 @@ class _Scale:
 
     def findings(self, snapshot: Snapshot, sample: Overview) -> Iterator[Finding]:
         is_trial = bool(snapshot.inferred[sample.place])
-        for facts in self.observer.see(snapshot, sample):
-            before, self._last_step = self._last_step, facts.step
-            for symptom, streak in self._rows:
-                if is_trial and not symptom.always:
-                    continue
-                is_there = symptom.when(facts)
-                if not (is_there.any() if isinstance(is_there, np.ndarray) else is_there):  # the usual case
-                    streak.num = None
-                elif (found := self._look(symptom, streak, facts, is_there, before or facts.step - 1)) is not None:
-                    yield found
+        facts = self.observer.see(snapshot, sample)
+        if facts is None:
+            return
+        before, self._last_step = self._last_step, facts.step
+        for symptom, streak in self._rows:
+            if is_trial and not symptom.always:
+                continue
+            is_there = symptom.when(facts)
+            if not (is_there.any() if isinstance(is_there, np.ndarray) else is_there):  # the usual case
+                streak.num = None
+            elif (found := self._look(symptom, streak, facts, is_there, before or facts.step - 1)) is not None:
+                yield found
 
     def _look(
         self, symptom: Symptom, streak: _Streak, facts: Facts, is_there: bool | BoolArray, before: int

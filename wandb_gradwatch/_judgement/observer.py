@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,13 +33,15 @@ class Observer:
         self._kinds: PerKind[Past] = PerKind(Past)
         self._structure: Structure | None = None
         self._next_step = 0
+        self._last: Facts | None = None  # of the newest sample, which is not remembered yet
 
-    def see(self, snapshot: Snapshot, sample: Overview) -> Iterator[Facts]:
-        """Yield the sample's facts, unless it is left out; it is remembered when the caller goes on."""
+    def see(self, snapshot: Snapshot, sample: Overview) -> Facts | None:
+        """Return the sample's facts, which are valid until the next call; None if it is left out."""
+        self._remember_last()
         if (
             self._next_step - self._every <= sample.step < self._next_step
         ):  # an earlier step: the training was rolled back
-            return
+            return None
         self._next_step = sample.step + self._every if self._every > 1 else 0
         structure = self._structure
         if structure is None or structure.names != snapshot.names:
@@ -53,8 +54,13 @@ class Observer:
         run.num_samples += 1
         facts = Facts(snapshot, sample, structure, past, run)
         self._count(facts)
-        yield facts
-        self._remember(facts)
+        self._last = facts
+        return facts
+
+    def _remember_last(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            self._remember(last)
 
     def _count(self, facts: Facts) -> None:
         """Count streaks, this sample included, and note what belongs to the beginning."""
@@ -124,6 +130,7 @@ class Observer:
         np.copyto(known_P, own_P, where=own_P == own_P)
 
     def state_dict(self) -> dict[str, Any]:
+        self._remember_last()
         return {"run": self.run.state_dict(), "kinds": self._kinds.state_dict(), "next_step": self._next_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -152,7 +152,7 @@ def _cut_L(facts: Facts) -> bool | BoolArray:
 
 def _died_L(facts: Facts) -> bool | BoolArray:
     """Modules half of whose units have died at once."""
-    if not facts.is_any_dead or not (np.nan_to_num(facts.dead_L) >= 0.5).any() or facts.num_before < SURE:
+    if facts.num_before < SURE or not facts.has_died or not (np.nan_to_num(facts.dead_L) >= 0.5).any():
         return False
     rows = facts.dead_before(64)
     newest = np.concatenate([rows[-SOON:], facts.dead_L[None]])

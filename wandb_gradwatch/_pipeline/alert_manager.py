@@ -12,7 +12,7 @@ import numpy as np
 
 from .._interruptions import raise_interruption
 from .._judgement.causes import CAUSES
-from .._judgement.finding import Finding
+from .._judgement.finding import Detail, Finding
 from .._judgement.incident import Incident, kind_of
 from .._judgement.incidents import IncidentBook
 from .._judgement.judge import Judge
@@ -74,7 +74,8 @@ class AlertManager:
     def report(self, title: str, fact: str, step: int, level: Any, cause: str = "", rival: str = "") -> Alert | None:
         """Take a finding of the capture; return its alert, or None if it belongs to an incident that was told."""
         explanation = Explanation(CAUSES[cause], "", CAUSES[rival] if rival else None) if cause else None
-        found = Finding(kind_of(title), title, level, step, fact, explanation=explanation)
+        detail = Detail(fact, step, explanation=explanation)
+        found = Finding(kind_of(title), title, level, step, lambda: detail)
         incident = self._book.add(found)
         return None if incident is None else self._alert(incident, found)
 
@@ -112,8 +113,10 @@ class AlertManager:
         return found
 
     def _alert(self, incident: Incident, finding: Finding) -> Alert:
-        if finding.evidence is None and finding.explanation is None and finding.told is None:  # a user's own words
-            return Alert(finding.title, finding.fact, finding.step, finding.level, incident)
+        if (
+            finding.told is None and finding.detail.evidence is None and finding.detail.explanation is None
+        ):  # a user's own words
+            return Alert(finding.title, finding.detail.fact, finding.step, finding.level, incident)
         operation = self.notes.get(incident.found_step, {}).get(FIRST_BAD_OPERATION)
         if operation is not None and incident.kind in REPLAYED:
             evidence = f"found by running the step again: {operation}"
@@ -155,7 +158,8 @@ def _load(kept: Any, state: Any) -> None:
 def _of_rule(alert: Alert, step: int) -> Finding:
     """The finding of a rule's alert about this step's sample. An alert that brings its incident is told as such."""
     kind = alert.incident.kind if alert.incident is not None else kind_of(alert.title)
-    return Finding(kind, alert.title, alert.level, step, alert.text, told=alert.incident)
+    detail = Detail(alert.text, step)
+    return Finding(kind, alert.title, alert.level, step, lambda: detail, told=alert.incident)
 
 
 def _by_key(rules: Iterable[Rule]) -> dict[str, Rule]:
