@@ -46,7 +46,7 @@ class Evidence:
     def rate_rise(self) -> float:
         """Largest log factor between the learning rates of two samples in a row, of the newest ones."""
         rates = [rate for rate in self._near("rate", self.f.rate) if rate > 0]
-        return max((math.log(b / a) for a, b in pairwise(rates)), default=math.nan)
+        return max((math.log(b) - math.log(a) for a, b in pairwise(rates)), default=math.nan)
 
     # Where the gradient norm left its usual level
 
@@ -178,7 +178,7 @@ class Evidence:
         largest = max(before, default=0.0)
         if not (largest > 0 and abs(self.f.loss) > 0):
             return math.nan
-        return math.log10(abs(self.f.loss) / largest)
+        return math.log10(abs(self.f.loss)) - math.log10(largest)
 
     @derived
     def loss_is_good(self) -> bool:
@@ -209,14 +209,14 @@ class Evidence:
     def inputs_jump(self) -> float:
         """Log of the most unusual inputs of the newest samples / the usual ones before."""
         newest = [value for value in self._near("inputs", self.f.inputs, (self.onset or 0) + 1) if value > 0]
-        jumps = [math.log(value / self._usual_inputs) for value in newest if self._usual_inputs > 0]
+        jumps = [math.log(value) - math.log(self._usual_inputs) for value in newest if self._usual_inputs > 0]
         return max(jumps, key=abs, default=math.nan)
 
     @derived
     def inputs_stay(self) -> bool:
         """Whether several of the newest inputs are far from usual, this sample's among them."""
         newest = [value for value in self._near("inputs", self.f.inputs, 3) if value > 0]
-        far = [abs(math.log(value / self._usual_inputs)) > X3 for value in newest if self._usual_inputs > 0]
+        far = [abs(math.log(value) - math.log(self._usual_inputs)) > X3 for value in newest if self._usual_inputs > 0]
         return sum(far) + self.run.num_skipped >= 2 and bool(far and far[-1])
 
     # Where in the model
