@@ -49,6 +49,7 @@ LOOKS_FOR: Final = {
     "layer_jump": "a few weights whose gradients jump, while all others and the loss are usual",
     "loss_spike": "a loss that rises and stays there, or rises all the time",
     "loss_below_zero": "a loss that falls below 0 although it was above, or falls without a bound",
+    "layers_frozen": "parameters that had a gradient, and are frozen while their optimizer goes on",
     "nothing_learned": "a loss that stays that of guessing, or where it began",
 }
 

@@ -134,7 +134,7 @@ def test_options_may_be_none_as_in_watch() -> None:
 
 
 def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
-    """A layer is unused for the 100th time in the last update, whose sample stays open until the end."""
+    """A layer is unused for the 100th time in the last update of its optimizer, whose sample is open until the end."""
     import torch
     from torch import nn
 
@@ -146,14 +146,14 @@ def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixtu
     optimizers[0].add_param_group({"params": model["unused"].parameters()})
     session = Session("Ours", {}, reserved=())
     session.begin(model, sinks=[memory], sample_every=1)
-    for number in range(100):  # optimizers in turn, as in a GAN: a sample stays open until the next backward
+    for number in range(199):  # optimizers in turn, as in a GAN: a sample stays open until the next backward
         name = ("a", "b")[number % 2]
         model[name](torch.ones(1, 1)).sum().backward()
         optimizers[number % 2].step()
         optimizers[number % 2].zero_grad()
     assert not memory.alerts
     session.end()
-    assert [(alert.title, alert.step) for alert in memory.alerts] == [("No gradient", 100)]
+    assert [(alert.title, alert.step) for alert in memory.alerts] == [("No gradient", 199)]
     assert "raised and is dropped" not in caplog.text
 
 

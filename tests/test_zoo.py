@@ -16,6 +16,7 @@ from benchmarks.zoo.record import Recording, Told, record, replay
 from benchmarks.zoo.score import add_up, failures, judge_cause, names_layer, score, seen_by_others
 from wandb_gradwatch import Alert
 from wandb_gradwatch._judgement.incident import Incident, Layer, Level
+from wandb_gradwatch._judgement.structure import ModelInfo
 
 CASE = CASES["biases of -20 in a hidden layer | MLP, SGD with momentum"]  # layer 2, dead units, from step 1
 LATER = CASES["biases pushed to -50 at step 120 | MLP, squared error"]
@@ -31,7 +32,7 @@ def told(step: int, cause: str = "", rival: str = "", *, level: Level = "ERROR",
 
 def recording(case: Case, *alerts: Told, losses: tuple[float, ...] = (1.0,) * STEPS) -> Recording:
     """A training that was not run: these alerts were told."""
-    return Recording(case.name, 0, None, tuple(enumerate(losses, 1)), case.first_bad, {}, (), alerts, ())
+    return Recording(case.name, 0, None, tuple(enumerate(losses, 1)), case.first_bad, ModelInfo(), alerts)
 
 
 def always(case: Case) -> Recording:

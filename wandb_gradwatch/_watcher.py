@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ._boundary import RaisedToTheUser, entry_point
 from ._capture.loss import checked_loss
@@ -456,7 +457,7 @@ class Watcher:
 def _info_of(registry: ParameterRegistry) -> ModelInfo:
     """What the judgement needs to know of the model: class names of the modules, and the parameters' shapes."""
     classes = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
-    shapes = {registry.names[slot]: tuple(parameter.shape) for slot, parameter in registry.scan()}
+    shapes = {registry.names[slot]: tuple(one.shape) for slot, one in registry.scan() if not is_lazy(one)}
     return ModelInfo(classes, shapes)
 
 

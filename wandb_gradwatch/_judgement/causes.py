@@ -62,7 +62,7 @@ _CAUSES: Final = (
     Cause(
         "learning_rate_zero", "learning rate of 0, or too small to matter", "Check the rate and its schedule",
         "check the learning rate of each group, its warm-up, and whether a schedule for epochs is stepped per batch",
-        _SILENCES, lambda e: e.moves_far,
+        _SILENCES, lambda e: e.moves_far or e.f.rate != e.f.rate,
     ),
     Cause(
         "schedule", "the schedule goes below 0 instead of ending there", "End the schedule at 0",

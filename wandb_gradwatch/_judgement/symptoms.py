@@ -295,7 +295,10 @@ def _frozen_P(facts: Facts) -> bool | BoolArray:
     trainable_P = facts.per_parameter("trainable")
     if not np.count_nonzero(trainable_P == 0):
         return False
-    frozen_P: BoolArray = (trainable_P == 0) & (facts.run.had.of(facts.structure.names) > 0)
+    steps_P = np.isfinite(facts.rates_P)  # otherwise its optimizer steps in turn, as that of a GAN's critic
+    frozen_P: BoolArray = (
+        (trainable_P == 0) & ~facts.present_P & steps_P & (facts.run.had.of(facts.structure.names) > 0)
+    )
     return frozen_P
 
 
