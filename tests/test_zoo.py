@@ -192,6 +192,8 @@ def test_the_pages_show_the_results_that_are_kept() -> None:
     assert table.PAGE.read_text(encoding="utf-8") == table.page_of(results)
     alerts = table.ALERTS.read_text(encoding="utf-8")
     assert alerts == table.with_titles(alerts, table.newest(results))
+    readme = table.README.read_text(encoding="utf-8")
+    assert readme == table.with_worst(readme, results)
     files = {path.name: path.stat().st_size for path in pictures.FOLDER.iterdir()}
     assert set(files) == {pictures.file_name(title) for title in pictures.PICTURES}
     assert max(files.values()) < 4000

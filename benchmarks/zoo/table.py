@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from benchmarks.table import with_table
 from wandb_gradwatch._judgement.symptoms import SYMPTOMS
 
 from .cases import CASES, KEPT_OUT_FAULTS, KEPT_OUT_HEALTHY, LOCKED, SEALED_FAMILIES
@@ -20,6 +21,8 @@ from .score import Score, add_up
 ROOT: Final = Path(__file__).parent.parent.parent
 RESULTS, PAGE = ROOT / "benchmarks/results/zoo.json", ROOT / "docs/zoo.md"
 ALERTS: Final = ROOT / "docs/alerts.md"
+README: Final = ROOT / "README.md"
+ZOO_BEGIN, ZOO_END = "<!-- zoo:begin -->", "<!-- zoo:end -->"
 BEGIN, END = "<!-- by python -m benchmarks.zoo: begin -->", "<!-- by python -m benchmarks.zoo: end -->"
 
 Others = Sequence[tuple[Score, Mapping[str, tuple[int, int | None]]]]
@@ -121,6 +124,23 @@ def write_pages() -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     PAGE.write_text(page_of(results), encoding="utf-8")
     ALERTS.write_text(with_titles(ALERTS.read_text(encoding="utf-8"), newest(results)), encoding="utf-8")
+    README.write_text(with_worst(README.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+def with_worst(readme: str, results: Sequence[dict[str, Any]]) -> str:
+    """The README with the worst score on trainings that nobody had seen while the judgement was made."""
+    of_sealed = [(one["sealed families"], one["every"]) for one in results if "sealed families" in one]
+    worst, every = min(of_sealed, key=lambda one: one[0]["cause right"])
+    shares = {name: f"{100 * worst[name]:.0f} %" for name in ("seen", "cause right", "of which with a rival")}
+    cadence = "if every step is measured" if every == 1 else f"if about one step in {every} is measured"
+    text = (
+        f"On {worst['faulty runs']:.0f} faulty trainings that its author had not seen, {cadence}, the judgement tells "
+        f"{shares['seen']} of the faults and the right cause of {shares['cause right']} (in "
+        f"{shares['of which with a rival']} as one of two); in {100 * worst['no cause right']:.0f} % no cause that it "
+        f"names is right. {100 * worst['healthy runs with a WARN or ERROR']:.0f} % of {worst['healthy runs']:.0f} "
+        "healthy ones are disturbed."
+    )
+    return with_table(readme, text, begin=ZOO_BEGIN, end=ZOO_END)
 
 
 def newest(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
