@@ -99,6 +99,8 @@ def _detail(symptom: Symptom, facts: Facts, places: list[int], since: int) -> De
         fact += f"; first on rank {rank}"
     if symptom.kind == "exploding_gradient" and evidence.onset is not None:
         since = min(since, evidence.onset_step)
+    if symptom.kind == "gradient_spike":
+        since = facts.past.last_step
     layers, values = _layers(symptom, facts, places), _values(facts)
     return Detail(fact, since, layers, values, evidence, explain(evidence), rank)
 

@@ -241,6 +241,9 @@ _PATTERNS: Final = (
     Pattern("invalid_operation", "A", lambda e: e.nan_share > 0, lambda e: "NaN at any loss scale", "overflow"),
     # What rises
     Pattern(
+        "bad_batch", "Q", lambda e: not e.only_parameters, lambda e: "the norm was usual before and is usual again",
+    ),
+    Pattern(
         "small_batch_norm", "E", lambda e: e.is_behind_norm,
         lambda e: f"far above usual from {e.edge_at} back, behind a normalisation", "backward_scaled",
     ),
@@ -312,7 +315,6 @@ _PATTERNS: Final = (
         "bad_batch", "EQ", lambda e: e.gradient_came_first and e.stayed < 2,
         lambda e: f"at step {e.onset_step} the norm was {times(e.jump)} the usual one", "data_changed",
     ),
-    Pattern("bad_batch", "Q", lambda e: True),
     Pattern(
         "learning_rate_too_high", "EGL", lambda e: e.f.climb > 3,
         lambda e: f"the gradient norm grew {times(e.f.climb)} step by step", "data_scale",
