@@ -173,3 +173,13 @@ def test_nothing_is_looked_at_while_another_thread_trains(monkeypatch: pytest.Mo
     thread.join()
     watcher.remove()
     assert len(looks) == 1
+
+
+@pytest.mark.parametrize(("num", "is_told"), [(19, False), (20, True)])
+def test_a_run_that_only_accumulates_is_told_at_its_end(num: int, is_told: bool) -> None:
+    model = Chosen(a=2)
+    watcher, sink = watch(model)
+    for _ in range(num):
+        (model.a * 1.0).sum().backward()  # step() is never called, nor zero_grad()
+    watcher.remove()
+    assert [alert.incident.cause for alert in sink.alerts if alert.incident] == ["no_step"] * is_told

@@ -31,6 +31,7 @@ from .parameter_registry import ParameterRegistry
 _STEPS: Final = 3  # number of steps of each optimizer that are checked
 _AGAIN_EVERY: Final = 50  # after these, the sampled steps that are checked for gradients that are no longer reset
 _PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that raise an alert
+_FEWEST_BACKWARDS: Final = 20  # the same at the end of a run that has made no step at all
 # Steps of other models' optimizers before the first gradient of the watched one; samples before an optimizer's step
 _PATIENCE_IN_STEPS: Final = 100
 _PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
@@ -82,6 +83,7 @@ class Wiring:
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
         self._has_said_nothing_seen = False
+        self._num_backwards = 0  # that have reached the watched model
         self._num_elsewhere = 0  # number of steps of other models' optimizers before the first sample
         # slot -> version of the parameter when watch() was called
         self._versions_at_begin = parameter_registry.versions()
@@ -133,15 +135,18 @@ class Wiring:
         """Remember the gradients' new states; alert when many backwards have ended without an optimizer step."""
         for carried, entries in self._carrying():
             carried.seen.note(entries)
+        self._num_backwards += 1
         if self._clock.backwards == _PATIENCE_IN_BACKWARDS:
-            self._notices.alert(
-                "No gradient",
-                f"{_PATIENCE_IN_BACKWARDS} backwards have ended without an optimizer step that updates a watched "
-                "parameter",
-                self._clock.open_step,
-                cause="no_step",
-                rival="stale_optimizer",
-            )
+            self._say_no_step(_PATIENCE_IN_BACKWARDS)
+
+    def _say_no_step(self, num: int) -> None:
+        self._notices.alert(
+            "No gradient",
+            f"{num} backwards have ended without an optimizer step that updates a watched parameter",
+            self._clock.open_step,
+            cause="no_step",
+            rival="stale_optimizer",
+        )
 
     def forget_gradients(self) -> None:
         """Forget the remembered gradients: the hooks are off, so a reset before the next backwards would be missed."""
@@ -244,6 +249,9 @@ class Wiring:
         if self._without_model is not None and not self._optimizer_registry.num_known:
             self._notices.append(self._without_model)
         self._without_model = None
+        has_stepped = self._clock.num_closed > 1 or self._optimizer_registry.num_known  # the end closes one sample
+        if not has_stepped and _FEWEST_BACKWARDS <= self._num_backwards < _PATIENCE_IN_BACKWARDS:
+            self._say_no_step(self._num_backwards)
         if self._num_elsewhere and not (self._clock.num_closed or self._clock.marked):
             self._say_of_elsewhere()
 
