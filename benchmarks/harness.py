@@ -47,6 +47,7 @@ class Cost:
         rows_per_step: number of rows per step with values of the monitor.
         peak_mib: difference of the peak memory of a watched and an unwatched step.
         steps_per_sample: steps per sample of a monitor that chooses its own cadence.
+        start_s: seconds that such a monitor added, in all, to the steps before its cadence was stable.
     """
 
     sampled_ms: float
@@ -58,6 +59,7 @@ class Cost:
     rows_per_step: float = 0.0
     peak_mib: float = 0.0
     steps_per_sample: float | None = None
+    start_s: float | None = None
 
 
 @dataclass
@@ -102,11 +104,13 @@ class Measured:
 
     Args:
         samples, rows: positions of the watched steps that it sampled, and of those in which it wrote a row.
+        settling: the pairs before these, in which its cadence became stable.
     """
 
     pairs: list[Pair]
     samples: set[int]
     rows: set[int]
+    settling: list[Pair] = field(default_factory=list)
 
     @property
     def block(self) -> int:
@@ -218,6 +222,7 @@ def _measure(
     bench, twin = (Bench(task, device, run) for run in runs)
     clock, cycle = Clock(), _cycle(task, monitor)
     pairs: list[Pair] = []
+    settling: list[Pair] = []
     bench.times(Attached(), WARM_UP)
     light = _mean_wall(twin.times(Attached(), WARM_UP)[1:])
     left_out = (step_ms / 1e3 - light) * task.block if bench.light else 0.0
@@ -243,7 +248,7 @@ def _measure(
                 if monitor.settles:
                     most = max(most, 2 * task.settled_pairs)
                     for _ in range(task.settled_pairs):
-                        step_both(twin_first=True)
+                        settling.append(step_both(twin_first=True))
                 else:
                     bench.times(attached, steps_before)
                 began = time.monotonic()
@@ -260,7 +265,7 @@ def _measure(
     else:
         rows = set(places[monitor.row_at % cycle :: cycle]) if monitor.row_at is not None else set()
         samples = set(places) - rows if monitor.samples else rows
-    return Measured(pairs, samples, rows)
+    return Measured(pairs, samples, rows, settling)
 
 
 def _cost(monitor: Monitor, measured: Measured, cycle: float) -> Cost:
@@ -283,6 +288,7 @@ def _cost(monitor: Monitor, measured: Measured, cycle: float) -> Cost:
         sampled_cpu_ms=statistics.median(cpu),
         rows_per_step=measured.share_of_steps(measured.rows) if monitor.settles else 0.0,
         steps_per_sample=1 / measured.share_of_steps(measured.samples) if monitor.settles else None,
+        start_s=sum(pair.mean_added() for pair in measured.settling) * measured.block / 1e3 if monitor.settles else None,
     )
 
 

@@ -207,7 +207,7 @@ TASKS = {
         steps=1000,
         pairs=400,
         block=20,
-        settled_pairs=100,
+        settled_pairs=400,
     ),
     "resnet50": Task(
         "ResNet-50", _resnet, {"cpu": "8 images of 224", "cuda": "64 images of 224"}, light=True, steps=8, pairs=48

@@ -42,7 +42,8 @@ distance of its figures from 0 shows the accuracy of the others.
   averaged separately (the middle half of each), and weighted by their frequency. **of a step**: the amortised time
   divided by the time of a real step on random data with the named batch. A larger batch makes every share smaller.
 - **measures one in**: the average number of steps per measured step, for monitors that choose their cadence by their
-  cost, as this package does by default. These monitors first run until their cadence is stable.
+  cost, as this package does by default. These monitors first run until their cadence is stable; **at the start**: the
+  seconds that they added in all until then. This package may add one second there, besides its share.
 - **host reads**: the number of tensors whose values the host reads (`item`, `tolist`, `cpu`, `bool`, ...; on CUDA:
   synchronisations) in a measured step, its row included.
 - **bytes**: the size of the monitor's values in the run's history as JSON, per row and per step.
@@ -61,6 +62,7 @@ _HEADER = (
     "amortised, ms",
     "of a step",
     "measures one in",
+    "at the start, s",
     "host reads",
     "bytes a row",
     "bytes a step",
@@ -117,6 +119,7 @@ def _task_table(task: dict[str, Any]) -> str:
                     _ms(cost["amortised_ms"]),
                     _share(task, name) if task["step_ms"] is not None else "",
                     "" if (steps := cost.get("steps_per_sample")) is None else f"{steps:.1f}",
+                    "" if (start := cost.get("start_s")) is None else f"{start:.2f}",
                     f"{cost['host_reads']:.0f}",
                     f"{cost['row_bytes']:,.0f}",
                     f"{cost['row_bytes'] * cost['rows_per_step']:,.0f}",
