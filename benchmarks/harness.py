@@ -120,6 +120,10 @@ class Measured:
         """The positions of a pair's watched steps."""
         return range(number * self.block, (number + 1) * self.block)
 
+    def added_at_start(self) -> float:
+        """Seconds that the monitor added, in all, to the steps before its cadence was stable."""
+        return sum(pair.mean_added() for pair in self.settling) * self.block / 1e3
+
     def share_of_steps(self, chosen: set[int]) -> float:
         return len(chosen) / (len(self.pairs) * self.block)
 
@@ -288,7 +292,7 @@ def _cost(monitor: Monitor, measured: Measured, cycle: float) -> Cost:
         sampled_cpu_ms=statistics.median(cpu),
         rows_per_step=measured.share_of_steps(measured.rows) if monitor.settles else 0.0,
         steps_per_sample=1 / measured.share_of_steps(measured.samples) if monitor.settles else None,
-        start_s=sum(pair.mean_added() for pair in measured.settling) * measured.block / 1e3 if monitor.settles else None,
+        start_s=measured.added_at_start() if monitor.settles else None,
     )
 
 
