@@ -31,7 +31,7 @@ def test_the_tables_are_those_of_the_results() -> None:
 def test_another_result_changes_the_readme() -> None:
     cost = {"sampled_ms": 1.0, "amortised_ms": 0.5, "spread_ms": 0.1, "sampled_cpu_ms": 1.0}
     cost |= {"host_reads": 2.0, "row_bytes": 2048.0, "rows_per_step": 0.5, "peak_mib": 3.0}
-    settled = cost | {"steps_per_sample": 12.5}
+    settled = cost | {"steps_per_sample": 12.5, "start_s": 0.75}
     task = {"name": "a model", "num_tensors": 2, "num_elements": 3_000_000, "batch": "4 rows", "pairs": 7}
     task |= {"step_ms": 50.0, "pass_ms": 0.25}
     task["costs"] = {table.SUMMARY["every step"]: cost, table.SUMMARY["default"]: settled}
@@ -41,8 +41,8 @@ def test_another_result_changes_the_readme() -> None:
     # 0.5 of 50 ms are 1 %; 1 ms are 4 passes of 0.25 ms; 2 KiB every second step are 1 KiB per step.
     missing = "not measured"
     assert f"| a model | 4 rows, 50.0 ms | 1.0 % | {missing} | 1.0 % | {missing} | {missing} |" in pages[table.README]
-    for name, one_in in (("every step", ""), ("default", "12.5")):
-        line = f"{name} | 1.00 | 0.10 | 1.00 | 4.0 | 0.50 | 1.0 % | {one_in} | 2 | 2,048 | 1,024 | 3 |"
+    for name, one_in, start in (("every step", "", ""), ("default", "12.5", "0.75")):
+        line = f"{name} | 1.00 | 0.10 | 1.00 | 4.0 | 0.50 | 1.0 % | {one_in} | {start} | 2 | 2,048 | 1,024 | 3 |"
         assert f"| **wandb_gradwatch**, {line}" in pages[table.PAGE]
     assert "an abacus" in pages[table.README]
     # The first results are the newest; a model that they do not have is shown from older results.
