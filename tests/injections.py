@@ -142,7 +142,7 @@ def everything(training: Training) -> None:
             training.loss()
         model.train()
     if watcher is not None:
-        str(watcher.verdict())
+        assert watcher.verdict().sentence
         str(watcher.summary())
         watcher.wait()
         dict(watcher.state_dict())
