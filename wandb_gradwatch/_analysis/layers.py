@@ -18,11 +18,9 @@ from ..snapshot._shapes import group_function
 
 # A bias's gradient below this share of the weight's is rounding: a later normalisation cancels the bias.
 _ROUNDING = 1e-5
-_HALF_ROUNDING = 256.0  # estimated size of inputs from which a bias's gradient may be the rounding of bfloat16, 2^-8
 _MIN_LAYERS = 4
 _OF_SEVERAL = re.compile(r"^model\d+\.")
 _ONE_STEP = 2 / 3  # largest share of the range of a trend's log norms between two neighbours
-_TOLERANCE = 1e-9  # relative, because sums in different orders round differently
 MIN_WEIGHTS = 64  # fewer elements are a scale or a temperature, which may be clamped, and no layer's weights
 
 

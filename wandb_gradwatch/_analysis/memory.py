@@ -2,15 +2,13 @@
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
 from .._measure.columns import BoolArray, FloatArray
-from ..snapshot import Snapshot
-from ..snapshot._overview import Overview
 
 # P watched parameters
 
@@ -190,16 +188,6 @@ class PerKind(Generic[Kept]):
             held = names if present_P is None else [names[i] for i in np.flatnonzero(present_P)]
             self._of_mask[mask] = self._closest(frozenset(held))
         return self._of_mask[mask]
-
-    def of_samples(self, snapshot: Snapshot, samples: Sequence[Overview]) -> Iterable[tuple[Kept, Sequence[Overview]]]:
-        """The state for each kind of these samples of a snapshot, with its samples in order."""
-        if samples and all([sample.is_complete for sample in samples]):  # the usual case
-            return [(self.of(snapshot.names, None), samples)]
-        found: dict[int, tuple[Kept, list[Overview]]] = {}
-        for sample in samples:
-            kept = self.of(snapshot.names, None if sample.is_complete else snapshot.present[sample.place])
-            found.setdefault(id(kept), (kept, []))[1].append(sample)
-        return found.values()
 
     def _closest(self, sample: frozenset[str]) -> Kept:
         shares = [len(sample & members) / max(len(sample | members), 1) for members, _ in self._kept]

@@ -244,7 +244,6 @@ _CAUSES: Final = (
         "check that labels belong to their inputs, that the loss gets logits, and that features are not random",
         _SILENCES, lambda e: e.moves_far,
     ),
-    Cause("dropout", "too much dropout", "Lower the dropout rate", "lower the dropout rate", _SILENCES),
     Cause(
         "code_after_backward", "code between backward() and step() changes the gradient", "Check that code",
         "check divisors, factors and reductions in the code between backward() and step()", _ALL,

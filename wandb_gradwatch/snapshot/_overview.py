@@ -27,7 +27,6 @@ class Overview(NamedTuple):
         has_nonfinite, skipped, left_out, guarded: the sample's elements of the snapshot's arrays of these names.
         is_complete: True if a gradient arrived for every parameter.
         sums: `column_sums` by column.
-        least_sum_sq: the smallest GRAD_SUM_SQ of a parameter; NaN if one is NaN.
         rows: the sample's rows, [P, C].
         weights_sq: sum of squares of all parameters; NaN if that of one is missing.
     """
@@ -42,7 +41,6 @@ class Overview(NamedTuple):
     guarded: bool
     is_complete: bool
     sums: list[float]
-    least_sum_sq: float
     rows: FloatArray
     weights_sq: float
 
@@ -57,11 +55,10 @@ def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
         snapshot.guarded.tolist() if keys.GUARDED in snapshot.metrics else nowhere,
         snapshot.column_sums.tolist(),
         np.minimum.reduce(snapshot.num_elements, axis=1, initial=math.inf).tolist(),
-        np.minimum.reduce(snapshot.column(Column.GRAD_SUM_SQ), axis=1, initial=math.inf).tolist(),
         snapshot.rows,
     )
     overviews = []
-    for place, (step, skipped, left_out, guarded, sums, size, least, rows) in enumerate(zip(*columns, strict=True)):
+    for place, (step, skipped, left_out, guarded, sums, size, rows) in enumerate(zip(*columns, strict=True)):
         if sums[Column.GRAD_SUM_SQ] >= LEAST_SUM_SQ:
             norm, clipped_norm = math.sqrt(sums[Column.GRAD_SUM_SQ]), math.sqrt(sums[Column.RECEIVED_SUM_SQ])
         else:  # the sum may have lost digits
@@ -69,5 +66,5 @@ def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
         bad = any(_NONFINITE(sums)) and bool(snapshot.has_nonfinite[place])
         weights_sq = sums[Column.PARAM_SUM_SQ] if size == size else math.nan
         of_sample = (place, step, norm, clipped_norm, bad, skipped, left_out, guarded, size == size)
-        overviews.append(Overview._make((*of_sample, sums, least, rows, weights_sq)))  # faster than its constructor
+        overviews.append(Overview._make((*of_sample, sums, rows, weights_sq)))  # faster than its constructor
     return tuple(overviews)
