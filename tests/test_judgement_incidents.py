@@ -20,7 +20,6 @@ from wandb_gradwatch._judgement.facts import Facts
 from wandb_gradwatch._judgement.finding import Detail, Finding
 from wandb_gradwatch._judgement.incident import MAX_FIRST_LINE, MAX_MESSAGE, Incident, Layer, kind_of
 from wandb_gradwatch._judgement.incidents import IncidentBook
-from wandb_gradwatch._judgement.judge import Judge
 from wandb_gradwatch._judgement.observer import Observer
 from wandb_gradwatch._judgement.patterns import KINDS, PATTERNS, explain
 from wandb_gradwatch._judgement.structure import ModelInfo
@@ -180,12 +179,15 @@ def test_a_rule_that_raises_is_dropped_and_reported_once_and_the_judgement_goes_
     assert record.exc_info[0] is ZeroDivisionError
 
 
-def test_a_judgement_that_raises_is_dropped_and_reported_once_and_rules_go_on(caplog: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("part", ["_judgement.judge.Judge.findings", "_judgement.finding.explain"])
+def test_a_judgement_that_raises_is_dropped_and_reported_once_and_rules_go_on(
+    part: str, caplog: Any, monkeypatch: Any
+) -> None:
     def raises(*_: object) -> None:
         raise ZeroDivisionError("in the judgement")
 
-    monkeypatch.setattr(Judge, "findings", raises)
-    assert kinds_told(manager(above(10)).process(of_norms([20.0, NAN]))) == [(1, "too_large")]
+    monkeypatch.setattr(f"wandb_gradwatch.{part}", raises)
+    assert kinds_told(manager(above(10)).process(of_norms([NAN, 20.0]))) == [(2, "too_large")]
     (record,) = caplog.records
     assert "the judgement raised and is dropped" in record.getMessage()
 

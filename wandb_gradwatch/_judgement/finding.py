@@ -88,6 +88,7 @@ def finding_of(
     return Finding(symptom.kind, symptom.title, level, facts.step, describe, unmeasured_from, quiet=quiet)
 
 
+@np.errstate(all="ignore")  # it is called after the judgement of its sample, or not at all
 def _detail(symptom: Symptom, facts: Facts, places: list[int], since: int) -> Detail:
     evidence = Evidence(facts, symptom.kind, places, symptom.of)
     fact, rank = symptom.says(facts), _rank(facts)

@@ -67,8 +67,8 @@ class AlertManager:
         by_step = self._by_rules(snapshot)
         sent: list[Alert] = []
         for sample in snapshot.overview:
-            found = [*self._judged(snapshot, sample), *by_step.get(sample.step, ())]
-            sent += [self._alert(*told) for told in self._book.sample(sample.step, found)]
+            told = self._told(snapshot, sample, by_step.get(sample.step, []))
+            sent += [self._alert(incident, finding) for incident, finding in told]
         return sent
 
     def report(self, title: str, fact: str, step: int, level: Any, cause: str = "", rival: str = "") -> Alert | None:
@@ -79,17 +79,17 @@ class AlertManager:
         incident = self._book.add(found)
         return None if incident is None else self._alert(incident, found)
 
-    def _judged(self, snapshot: Snapshot, sample: Overview) -> list[Finding]:
-        if self._judge is None:
-            return []
-        try:
-            found = self._judge.findings(snapshot, sample)
-        except Exception as error:  # an error in the judgement must not end the logging
-            raise_interruption(error)
-            _LOGGER.exception("the judgement raised and is dropped; logging and your own rules go on")
-            self._judge = None
-            return []
-        return [one for one in found if one.kind not in self._without]
+    def _told(self, snapshot: Snapshot, sample: Overview, by_rules: list[Finding]) -> list[tuple[Incident, Finding]]:
+        """What is to be told after a sample. The book describes what the judgement has found, as far as it is news."""
+        if self._judge is not None:
+            try:
+                judged = [one for one in self._judge.findings(snapshot, sample) if one.kind not in self._without]
+                return self._book.sample(sample.step, [*judged, *by_rules])
+            except Exception as error:  # an error in the judgement must not end the logging
+                raise_interruption(error)
+                _LOGGER.exception("the judgement raised and is dropped; logging and your own rules go on")
+                self._judge = None
+        return self._book.sample(sample.step, by_rules)
 
     def _by_rules(self, snapshot: Snapshot) -> dict[int, list[Finding]]:
         """What the user's and the metrics' rules find, by the step of the sample."""
