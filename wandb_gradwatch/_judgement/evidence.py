@@ -159,8 +159,7 @@ class Evidence:
         names = self.structure.names
         now_P = self.f.rows_PC[:, Column.PARAM_SUM_SQ] if not back else rows.back(Column.PARAM_SUM_SQ, names, back)
         before_P = rows.back(Column.PARAM_SUM_SQ, names, back + 1)
-        with np.errstate(all="ignore"):
-            change_P = 0.5 * np.abs(np.log(now_P / before_P))
+        change_P = 0.5 * np.abs(np.log(now_P / before_P))
         change_P = change_P[np.isfinite(change_P)]
         return float(change_P.max() - np.median(change_P)) if change_P.size > 1 else 0.0
 
@@ -349,8 +348,7 @@ class Evidence:
         rows = self.f.g_before(64)
         if not norms or not norms[-1] or len(rows) < 8:
             return math.nan
-        with np.errstate(invalid="ignore"):
-            changes = np.abs(np.diff(rows, axis=0))
+        changes = np.abs(np.diff(rows, axis=0))
         scatter_L = np.array(
             [np.median(column[np.isfinite(column)]) if np.isfinite(column).any() else 0.0 for column in changes.T]
         )

@@ -313,11 +313,10 @@ class Facts:
         steps_N = np.array([*steps[-len(squares_NP) :], self.step][-len(squares_NP) - 1 :])
         w_NP = _half_log(np.concatenate([squares_NP, self.rows_PC[None, :, Column.PARAM_SUM_SQ]]))
         gaps_N1 = np.maximum(np.diff(steps_N), 1.0)[:, None]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            typical = self.past.scalars["weights"][-1] - 0.5 * math.log(max(self.num_elements, 1.0))
-            floor_P = np.fmax(typical, -0.25 * np.log(self.sizes_P) - X2) + 0.5 * np.log(self.sizes_P)
-            shrunk_NP, grown_NP = np.diff(w_NP, axis=0), np.diff(np.fmax(w_NP, floor_P), axis=0)
-            changes_NP = np.where(shrunk_NP < 0, shrunk_NP, grown_NP) / gaps_N1
+        typical = self.past.scalars["weights"][-1] - 0.5 * math.log(max(self.num_elements, 1.0))
+        floor_P = np.fmax(typical, -0.25 * np.log(self.sizes_P) - X2) + 0.5 * np.log(self.sizes_P)
+        shrunk_NP, grown_NP = np.diff(w_NP, axis=0), np.diff(np.fmax(w_NP, floor_P), axis=0)
+        changes_NP = np.where(shrunk_NP < 0, shrunk_NP, grown_NP) / gaps_N1
         return np.where(self.is_weight_P, changes_NP, np.nan)
 
     @derived
@@ -542,8 +541,7 @@ class Facts:
         """Share of each module's units without a gradient in the newest samples before: [N, L]."""
         names = self.structure.names
         dead, size = (self.past.rows.column(c, names, newest) for c in (Column.NUM_DEAD, Column.NUM_ELEMENTS))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            shares = dead / size
+        shares = dead / size
         return dead_units(names, shares) if len(shares) else np.full((0, len(self.structure.modules.names)), np.nan)
 
     def g_before(self, newest: int) -> FloatArray:
@@ -606,8 +604,7 @@ class Facts:
         """Log of the last layer's gradient norm / the first layer's, on a line, if the norms are in order; else 0."""
         if not self.spread > (X1000 if self.run.num_samples > 1 else X100):
             return 0.0
-        with np.errstate(over="ignore"):
-            norms_L = np.exp(np.clip(self.g_L, -700, 700))
+        norms_L = np.exp(np.clip(self.g_L, -700, 700))
         trend = trend_of(self.structure.modules.names, norms_L)
         if trend is None or abs(trend.order) <= 0.9 or not 0 < trend.factor < math.inf:
             return 0.0
@@ -629,14 +626,12 @@ class Facts:
         sum_sq_P, size_P = self.rows_PC[:, Column.PARAM_SUM_SQ], self.sizes_P
         fan_in_P = structure.fan_in_P
         known_P = self.is_weight_P & ~structure.is_embedding_P & ~structure.is_norm_P & (fan_in_P > 1)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            gain_P = np.sqrt(sum_sq_P / size_P * fan_in_P)
+        gain_P = np.sqrt(sum_sq_P / size_P * fan_in_P)
         return np.where(known_P, gain_P, np.nan)
 
     @derived
     def rms_P(self) -> FloatArray:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            rms_P: FloatArray = np.sqrt(self.rows_PC[:, Column.PARAM_SUM_SQ] / self.sizes_P)
+        rms_P: FloatArray = np.sqrt(self.rows_PC[:, Column.PARAM_SUM_SQ] / self.sizes_P)
         return rms_P
 
     @derived
@@ -753,8 +748,7 @@ class Facts:
 
 def _dead_share(rows_SPC: FloatArray) -> FloatArray:
     """Share of the finite elements without a gradient: [S, P]; NaN where none is finite."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        share: FloatArray = rows_SPC[..., Column.NUM_DEAD] / rows_SPC[..., Column.NUM_ELEMENTS]
+    share: FloatArray = rows_SPC[..., Column.NUM_DEAD] / rows_SPC[..., Column.NUM_ELEMENTS]
     return share
 
 
@@ -771,8 +765,7 @@ def _log(value: float) -> float:
 
 
 def _half_log(squares: FloatArray) -> FloatArray:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(squares > 0, 0.5 * np.log(squares), np.nan)
+    return np.where(squares > 0, 0.5 * np.log(squares), np.nan)
 
 
 def _median(values: Sequence[float]) -> float:
