@@ -100,10 +100,11 @@ ODD = odd()
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_no_sample_is_too_odd(name: str) -> None:
+def test_no_sample_is_too_odd(name: str, caplog: pytest.LogCaptureFixture) -> None:
     samples = ODD[name]
     with np.errstate(all="raise"):  # the caller's own setting does not matter
         alerts = AlertManager(default_rules()).process(samples)
+    assert not caplog.records
     assert all(0 < len(alert.text) <= 400 for alert in alerts)
     assert len(facts_of(samples)) == len(samples)
     for facts in facts_of(samples)[-1:]:
@@ -115,7 +116,7 @@ def test_no_sample_is_too_odd(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_samples_are_judged_with_any_facts_and_names(seed: int) -> None:
+def test_random_samples_are_judged_with_any_facts_and_names(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     rng, samples = np.random.default_rng(seed), []
     for one in random_samples(seed):
         odd_values = np.array([NAN, INF, -INF, 0.0, -1.0, 1.0, 1e300, 65504.0])
@@ -128,6 +129,7 @@ def test_random_samples_are_judged_with_any_facts_and_names(seed: int) -> None:
     manager = AlertManager(default_rules(), ModelInfo(classes, {"0.weight": (2, 3), "1.weight": (), "2.bias": (0,)}))
     with np.errstate(all="raise"):  # the caller's own setting does not matter
         alerts = [alert for sample in samples for alert in manager.process(sample)]
+    assert not caplog.records
     assert alerts
     assert all(len(alert.text.partition("\n")[0]) <= 120 and len(alert.text) <= 400 for alert in alerts)
 
