@@ -64,14 +64,24 @@ class _UsersRow:
     data: Any
     step: int | None  # that W&B uses; None: W&B counts by itself
     closes: bool  # the row that is open after it
-    may_be_joined: bool  # by a row of ours, in one call: plain numbers
+    has_options: bool  # a step of its own, or arguments that only W&B knows
 
     @classmethod
     def of(cls, data: Any = None, step: Any = None, commit: Any = None, **more: Any) -> "_UsersRow":
         heeded_step = _step_for_wandb(step)
-        are_plain = step is None and not more and type(data) is dict
-        are_plain = are_plain and all([type(value) in (float, int) for value in data.values()])
-        return cls(data, heeded_step, heeded_step is None if commit is None else bool(commit), are_plain)
+        closes = heeded_step is None if commit is None else bool(commit)
+        return cls(data, heeded_step, closes, step is not None or bool(more))
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the call will not raise."""
+        return isinstance(self.data, Mapping) and all(isinstance(key, str) for key in self.data)
+
+    @property
+    def may_be_joined(self) -> bool:
+        """Whether a row of ours may be logged in the same call: it is of plain numbers."""
+        is_plain = not self.has_options and type(self.data) is dict
+        return is_plain and all([type(value) in (float, int) for value in self.data.values()])
 
 
 class RowScheduler:
@@ -292,9 +302,9 @@ class RowScheduler:
         self.num_user_calls += not self.ended
         if not (self._user_logs_a_loss or self._is_dropped(user)):
             self._user_logs_a_loss = _has_loss(user.data)
-        is_valid = isinstance(user.data, Mapping) and all(isinstance(key, str) for key in user.data)
-        # An invalid call will raise; a call in the middle of a placing comes from a signal handler.
-        if is_valid and not self._is_dropped(user) and not self.is_unanswered and not self._is_placing:
+        # A call in the middle of a placing comes from a signal handler.
+        may_place = self.waiting and user.is_valid and not (self._is_dropped(user) or self._is_placing)
+        if may_place and not self.is_unanswered:
             jumps = self._open.is_left_by(user.step)
             if user.step is not None and jumps and self.waiting.has_several() and self._look_at_step():
                 # Queued rows take the steps that the user skips; the newest is kept for the row that the user opens.
