@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, bins_of
+from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column, bins_of
 from wandb_gradwatch.snapshot import Snapshot, keys
 from wandb_gradwatch.snapshot._shapes import merge_snapshots
 
@@ -18,24 +18,27 @@ def row_of(grad: np.ndarray, parameter: np.ndarray | None = None) -> np.ndarray:
     values = np.asarray(grad, dtype=np.float64).ravel()
     finite = values[np.isfinite(values)]
     magnitude = np.abs(finite)
-    row = np.zeros(NUM_COLUMNS)
-    row[Column.NUM_ELEMENTS] = values.size
-    row[Column.NUM_NAN] = np.isnan(values).sum()
-    row[Column.NUM_INF] = np.isinf(values).sum()
-    row[Column.NUM_ZERO] = row[Column.NUM_DEAD] = (values == 0).sum()
-    row[Column.GRAD_SUM] = finite.sum()
-    row[Column.GRAD_SUM_SQ] = (finite**2).sum()
-    row[RECEIVED_COLUMNS] = row[list(AS_LEFT)]
-    row[Column.GRAD_MIN] = finite.min(initial=np.inf)
-    row[Column.GRAD_MAX] = finite.max(initial=-np.inf)
-    row[Column.GRAD_ABS_MIN_NONZERO] = magnitude[magnitude > 0].min(initial=np.inf)
-    if parameter is not None:
-        weights = np.asarray(parameter, dtype=np.float64).ravel()
-        row[Column.PARAM_SUM_SQ] = (weights[np.isfinite(weights)] ** 2).sum()
-        row[Column.PARAM_NUM_NONFINITE] = (~np.isfinite(weights)).sum()
-    else:
-        row[Column.PARAM_SUM_SQ] = np.nan
-    return row
+    num_nan, num_inf, sum_sq = np.isnan(values).sum(), np.isinf(values).sum(), (finite**2).sum()
+    weights = np.zeros(0) if parameter is None else np.asarray(parameter, dtype=np.float64).ravel()
+    weights_sq = np.nan if parameter is None else (weights[np.isfinite(weights)] ** 2).sum()
+    expected = {
+        "NUM_ELEMENTS": values.size,
+        "NUM_NAN": num_nan,
+        "NUM_INF": num_inf,
+        "NUM_ZERO": (values == 0).sum(),
+        "NUM_DEAD": (values == 0).sum(),
+        "GRAD_SUM": finite.sum(),
+        "GRAD_SUM_SQ": sum_sq,
+        "GRAD_MIN": finite.min(initial=np.inf),
+        "GRAD_MAX": finite.max(initial=-np.inf),
+        "GRAD_ABS_MIN_NONZERO": magnitude[magnitude > 0].min(initial=np.inf),
+        "RECEIVED_SUM_SQ": sum_sq,
+        "RECEIVED_NUM_NAN": num_nan,
+        "RECEIVED_NUM_INF": num_inf,
+        "PARAM_SUM_SQ": weights_sq,
+        "PARAM_NUM_NONFINITE": (~np.isfinite(weights)).sum(),
+    }
+    return np.array([expected[column.name] for column in Column], dtype=np.float64)
 
 
 def sample_of(

@@ -11,16 +11,24 @@ from hypothesis import strategies as st
 from windows import MISSING_C
 
 from wandb_gradwatch._measure.columns import (
+    AS_LEFT,
+    GRADIENT_COLUMNS,
     IDENTITY_C,
     MAGNITUDE_BINS,
     MAX_COLUMNS,
     MIN_COLUMNS,
     NUM_BINS,
     NUM_COLUMNS,
+    PARAMETER_COLUMNS,
+    RECEIVED_COLUMNS,
     SUM_COLUMNS,
     ZERO_BIN,
+    ZERO_C,
     Column,
+    Elements,
+    arranged,
     bins_of,
+    define,
     histogram_edges,
     magnitude_edges,
     merge_rows,
@@ -36,6 +44,58 @@ def row(**columns: float) -> np.ndarray:
 
 def test_every_column_merges_in_exactly_one_way() -> None:
     assert sorted(SUM_COLUMNS + MIN_COLUMNS + MAX_COLUMNS) == list(Column)
+
+
+parts = st.lists(st.floats(-1e3, 1e3) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0]), max_size=8)
+
+
+def defined(values: list[float], scale: float = 1.0) -> np.ndarray:
+    array = np.array(values, dtype=np.float64) * scale
+    elements = Elements(array, array[np.isfinite(array)], 0.5 * scale)
+    return define(elements, "gradient", "received", "parameter")
+
+
+@given(first=parts, second=parts)
+def test_the_definition_of_every_column_merges_as_the_schema_says(first: list[float], second: list[float]) -> None:
+    merged = merge_rows(np.stack([defined(first), defined(second)]), axis=0)
+    np.testing.assert_allclose(merged, defined(first + second), rtol=1e-12, atol=1e-9)
+
+
+@given(values=parts)
+def test_the_definition_of_every_column_scales_with_the_power_that_the_schema_says(values: list[float]) -> None:
+    powers = np.array([0 if column.of == "parameter" else column.power for column in Column], dtype=float)
+    scaled = defined(values) * 0.25**powers  # a power of two: no rounding
+    of_parameter = [column.of == "parameter" for column in Column]
+    np.testing.assert_array_equal(scaled[np.invert(of_parameter)], defined(values, 0.25)[np.invert(of_parameter)])
+
+
+def test_the_empty_row_and_the_row_of_a_zero_are_those_of_the_definitions() -> None:
+    # One element, which is zero and dead; 0 is the smallest and the largest, and none is not zero.
+    of_zero = row(num_elements=1, num_zero=1, num_dead=1, grad_min=0, grad_max=0)
+    np.testing.assert_array_equal(ZERO_C, of_zero)
+    np.testing.assert_array_equal(IDENTITY_C, [{"sum": 0, "min": math.inf, "max": -math.inf}[c.merge] for c in Column])
+
+
+def test_the_columns_of_one_tensor_are_neighbours() -> None:
+    columns = list(Column)
+    for places, of in (
+        (GRADIENT_COLUMNS, "gradient"),
+        (RECEIVED_COLUMNS, "received"),
+        (PARAMETER_COLUMNS, "parameter"),
+    ):
+        assert columns[places] == [column for column in Column if column.of == of]
+    assert columns[RECEIVED_COLUMNS] == [Column.RECEIVED_SUM_SQ, Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF]
+    assert AS_LEFT == (Column.GRAD_SUM_SQ, Column.NUM_NAN, Column.NUM_INF)
+
+
+def test_rows_of_another_version_are_read_by_the_names_of_their_columns() -> None:
+    names = [column.name for column in reversed(Column) if column is not Column.GRAD_MAX]
+    theirs = np.arange(2 * (len(names) + 1), dtype=np.float64).reshape(2, -1)
+    ours = arranged(theirs, [*names, "GRAD_SUM_CUBED"])
+    assert ours.shape == (2, NUM_COLUMNS)
+    assert np.isnan(ours[:, Column.GRAD_MAX]).all()
+    for place, name in enumerate(names):
+        assert ours[:, Column[name]].tolist() == theirs[:, place].tolist()
 
 
 def test_sums_add_minima_and_maxima_choose() -> None:

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from .._measure.columns import NUM_COLUMNS, SCALE_POWER, Column
+from .._measure.columns import NUM_COLUMNS, SCALE_POWER
 from .._measure.elements import onto
 from .._measure.events import Event
 from .._measure.measure import measure, measure_received
@@ -214,7 +214,6 @@ class Measurer:
             factor_C = factor.new_ones(NUM_COLUMNS)
             for column, power in SCALE_POWER.items():
                 factor_C[column] = factor**power
-            factor_C[Column.RECEIVED_SUM_SQ] = factor**2  # still a copy of GRAD_SUM_SQ
             self._window.rescale(rows, factor_C)
 
     def _groups(self, present: Sequence[Entry], *, by_scaler: bool = False) -> list[_Group]:

@@ -18,7 +18,9 @@ from .columns import CLIP_TOLERANCE, Column, FloatArray
 _FLOAT16_EPS, _FLOAT16_SPACING = 2.0**-10, 2.0**-24  # smallest float16: values scaled near it lose digits or become 0
 _LIMIT_TOLERANCE: Final = 1e-5  # relative, of a clipped norm: torch divides by (norm + 1e-6)
 
-_SUMS_AND_EXTREMES: Final = slice(Column.GRAD_SUM, Column.GRAD_ABS_MIN_NONZERO + 1)
+_SUMS_AND_EXTREMES: Final = (
+    *(Column.GRAD_SUM, Column.GRAD_SUM_SQ, Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO),
+)
 
 # The value of `keys.CLIPPED`, instead of 1, for a sample that may have been clipped:
 MULTIPLIED: Final = 0.5  # one factor below 1, but not by torch's functions: clipping, or a change of unit
@@ -53,8 +55,8 @@ def change_between(before_NC: FloatArray, after_NC: FloatArray, eps: float) -> C
     nonfinite = [Column.NUM_NAN, Column.NUM_INF]
     known = ~(before_NC[:, nonfinite].any(axis=1) | after_NC[:, nonfinite].any(axis=1))  # NaN is True as well
     num = before_NC[known, Column.NUM_ELEMENTS]
-    total, sum_sq, low, high, least = before_NC[known, _SUMS_AND_EXTREMES].T
-    after_total, after_sum_sq, after_low, after_high, after_least = after_NC[known, _SUMS_AND_EXTREMES].T
+    total, sum_sq, low, high, least = before_NC[known][:, _SUMS_AND_EXTREMES].T
+    after_total, after_sum_sq, after_low, after_high, after_least = after_NC[known][:, _SUMS_AND_EXTREMES].T
     was_zero, tolerance = sum_sq == 0, 4 * eps + CLIP_TOLERANCE
     spacing = _FLOAT16_SPACING if eps == _FLOAT16_EPS else 0.0
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

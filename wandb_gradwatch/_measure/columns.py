@@ -11,66 +11,125 @@ column of a present row means that the value is unknown, and every merge with it
 A complex element counts as one element, by its magnitude.
 """
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-# S samples in the window, P watched parameters, C columns, B histogram bins
+# S samples in the window, P watched parameters, C columns, B histogram bins, E elements of one tensor
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-class Column(IntEnum):
-    """A statistic of a row. Sums and extremes cover only the finite elements."""
+class Elements(NamedTuple):
+    """The elements of a tensor, from which its columns are defined."""
 
-    NUM_ELEMENTS = 0  # all elements, finite or not
-    NUM_NAN = 1
-    NUM_INF = 2  # of either sign
-    NUM_ZERO = 3  # exactly 0 (of either sign)
-    NUM_DEAD = 4  # |g| <= dead threshold, zeros included
-    GRAD_SUM = 5
-    GRAD_SUM_SQ = 6
-    GRAD_MIN = 7  # +inf where no element is finite
-    GRAD_MAX = 8  # -inf where no element is finite
-    GRAD_ABS_MIN_NONZERO = 9  # +inf where no finite element is non-zero
-    RECEIVED_SUM_SQ = 10  # of the gradient that the optimizer received, after clipping
-    RECEIVED_NUM_NAN = 11
-    RECEIVED_NUM_INF = 12
-    PARAM_SUM_SQ = 13
-    PARAM_NUM_NONFINITE = 14
+    values: FloatArray  # [E]
+    finite: FloatArray  # the finite ones among them
+    dead_threshold: float = 0.0
+
+
+def _num_nan(elements: Elements) -> float:
+    return int(np.count_nonzero(np.isnan(elements.values)))
+
+
+def _num_inf(elements: Elements) -> float:
+    return int(np.count_nonzero(np.isinf(elements.values)))
+
+
+def _sum_sq(elements: Elements) -> float:
+    return float(np.square(elements.finite).sum())
+
+
+class Column(IntEnum):
+    """A statistic of a row. Its number is its place in the row, which no other file may know.
+
+    Each has the way in which it merges, the power of the loss scale with which it scales, the tensor whose elements it
+    describes (the gradient as the backward left it, the gradient that the optimizer received, after clipping, or the
+    parameter), and its definition. The columns of one tensor are neighbours.
+    """
+
+    merge: Literal["sum", "min", "max"]
+    power: int
+    of: Literal["gradient", "received", "parameter"]
+    definition: Callable[[Elements], float]
+
+    def __new__(cls, merge: str, power: int, of: str, definition: Callable[[Elements], float]) -> "Column":
+        column = int.__new__(cls, len(cls.__members__))
+        column._value_ = len(cls.__members__)
+        vars(column).update(merge=merge, power=power, of=of, definition=definition)
+        return column
+
+    NUM_ELEMENTS = "sum", 0, "gradient", lambda e: e.values.size  # finite or not
+    NUM_NAN = "sum", 0, "gradient", _num_nan
+    NUM_INF = "sum", 0, "gradient", _num_inf  # of either sign
+    NUM_ZERO = "sum", 0, "gradient", lambda e: np.count_nonzero(e.finite == 0)  # of either sign
+    NUM_DEAD = "sum", 0, "gradient", lambda e: np.count_nonzero(abs(e.finite) <= e.dead_threshold)
+    GRAD_SUM = "sum", 1, "gradient", lambda e: e.finite.sum()
+    GRAD_SUM_SQ = "sum", 2, "gradient", _sum_sq
+    GRAD_MIN = "min", 1, "gradient", lambda e: e.finite.min(initial=np.inf)
+    GRAD_MAX = "max", 1, "gradient", lambda e: e.finite.max(initial=-np.inf)
+    GRAD_ABS_MIN_NONZERO = "min", 1, "gradient", lambda e: abs(e.finite[e.finite != 0]).min(initial=np.inf)
+    RECEIVED_SUM_SQ = "sum", 2, "received", _sum_sq
+    RECEIVED_NUM_NAN = "sum", 0, "received", _num_nan
+    RECEIVED_NUM_INF = "sum", 0, "received", _num_inf
+    PARAM_SUM_SQ = "sum", 0, "parameter", _sum_sq
+    PARAM_NUM_NONFINITE = "sum", 0, "parameter", lambda e: e.values.size - e.finite.size
 
 
 NUM_COLUMNS: Final = len(Column)
 
-# The columns of the gradient that the optimizer received, and the same columns of the gradient from the backward.
-RECEIVED_COLUMNS: Final = slice(Column.RECEIVED_SUM_SQ, Column.RECEIVED_NUM_INF + 1)
-AS_LEFT: Final = (Column.GRAD_SUM_SQ, Column.NUM_NAN, Column.NUM_INF)
+
+def _places(of: str) -> slice:
+    places = [column for column in Column if column.of == of]
+    return slice(int(places[0]), places[-1] + 1)
+
+
+GRADIENT_COLUMNS: Final = _places("gradient")
+RECEIVED_COLUMNS: Final = _places("received")
+PARAMETER_COLUMNS: Final = _places("parameter")
+
+# For each received column, the gradient's column with the same definition.
+AS_LEFT: Final = tuple(
+    next(left for left in Column if left.definition is column.definition) for column in list(Column)[RECEIVED_COLUMNS]
+)
 NONFINITE_COLUMNS: Final = (Column.NUM_NAN, Column.NUM_INF, Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF)
 
-# How columns merge: by minimum, by maximum, and all others by sum.
-MIN_COLUMNS: Final = (Column.GRAD_MIN, Column.GRAD_ABS_MIN_NONZERO)
-MAX_COLUMNS: Final = (Column.GRAD_MAX,)
-SUM_COLUMNS: Final = tuple(column for column in Column if column not in MIN_COLUMNS + MAX_COLUMNS)
-_EXTREMES: Final = tuple((c, np.minimum if c in MIN_COLUMNS else np.maximum) for c in MIN_COLUMNS + MAX_COLUMNS)
+SUM_COLUMNS: Final = tuple(column for column in Column if column.merge == "sum")
+MIN_COLUMNS: Final = tuple(column for column in Column if column.merge == "min")
+MAX_COLUMNS: Final = tuple(column for column in Column if column.merge == "max")
+_EXTREMES: Final = tuple((c, np.minimum if c.merge == "min" else np.maximum) for c in MIN_COLUMNS + MAX_COLUMNS)
 
-# The power of the gradient's unit in a column: multiplying each column by (1 / loss scale) ** power turns a row of
-# scaled gradients into a row of true gradients. Counts and parameter columns have power 0.
-SCALE_POWER: Final[dict[Column, int]] = {
-    Column.GRAD_SUM: 1,
-    Column.GRAD_SUM_SQ: 2,
-    Column.GRAD_MIN: 1,
-    Column.GRAD_MAX: 1,
-    Column.GRAD_ABS_MIN_NONZERO: 1,
-}
+# Multiplying each column by (1 / loss scale) ** power turns a row of scaled gradients into a row of true gradients. All
+# other columns have power 0.
+SCALE_POWER: Final = {column: column.power for column in Column if column.power}
 
-IDENTITY_C: Final[FloatArray] = np.zeros(NUM_COLUMNS)  # the row of an empty tensor: merging it changes nothing
-IDENTITY_C[list(MIN_COLUMNS)] = np.inf
-IDENTITY_C[list(MAX_COLUMNS)] = -np.inf
+
+def define(elements: Elements, *of: str) -> FloatArray:
+    """Return the row of a tensor by the columns' definitions: [C]; NaN in columns that are not `of` this tensor."""
+    return np.array([column.definition(elements) if column.of in of else np.nan for column in Column])
+
+
+_NOTHING: Final = np.zeros(0)
+IDENTITY_C: Final = np.array([c.definition(Elements(_NOTHING, _NOTHING)) for c in Column])  # merging it changes nothing
+ZERO_C: Final = np.array([c.definition(Elements(np.zeros(1), np.zeros(1))) for c in Column])  # of one element of 0
+
+
+def arranged(rows: FloatArray, names: Sequence[str]) -> FloatArray:
+    """Return rows of another version, whose columns have these names [..., any], in this version's columns: [..., C].
+
+    Columns that it lacked are unknown (NaN); those that this version lacks are dropped.
+    """
+    arranged_rows: FloatArray = np.full((*rows.shape[:-1], NUM_COLUMNS), np.nan)
+    for place, name in enumerate(names):
+        if name in Column.__members__:
+            arranged_rows[..., Column[name]] = rows[..., place]
+    return arranged_rows
 
 
 # A gradient counts as clipped if it shrank by more than this, relative to its norm. Rounding shrinks less:

@@ -22,6 +22,7 @@ from .columns import (
     IDENTITY_C,
     NUM_BINS,
     NUM_COLUMNS,
+    PARAMETER_COLUMNS,
     RECEIVED_COLUMNS,
     SCALE_POWER,
     Column,
@@ -57,7 +58,7 @@ def measure(
     elements, num_implicit_zeros, exponent = scaled_elements(gradients, parameters or (), inverse_scale)
     num, threshold = len(gradients), math.ldexp(dead_threshold, -exponent)
     rows_NC, histogram_NB, others_N3 = _read(elements, num, threshold, exponent if histogram else None)
-    rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
+    rows_NC[:, PARAMETER_COLUMNS] = np.nan
     if parameters is not None:
         rows_NC[:, Column.PARAM_SUM_SQ] = others_N3[:, 0]
         rows_NC[:, Column.PARAM_NUM_NONFINITE] = others_N3[:, 1] + others_N3[:, 2]
@@ -155,7 +156,6 @@ def of_gradients(
     if exponent:
         for column, power in SCALE_POWER.items():
             rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
-        rows_NC[:, Column.RECEIVED_SUM_SQ] = rows_NC[:, Column.GRAD_SUM_SQ]
     return measured
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -170,14 +170,20 @@ def _pieces(table: IntArray) -> tuple[IntArray, IntArray | None]:
 
 
 @lru_cache(maxsize=8)
-def _limits(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uint64, IntArray, IntArray]:
-    """The largest dead magnitude as float32 and as float64, and the bins of the codes, for elements * 2**exponent."""
+def _limits(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uint64, IntArray, IntArray, Any]:
+    """What the loops must know: the largest dead magnitude as float32 and as float64, and the bins of the codes.
+
+    All for elements * 2**exponent. And the places of the columns.
+    """
     threshold = math.ldexp(dead_threshold, -exponent)
+    from .cpu_loops import COLUMNS, Places
+
     return (
         np.uint32(max(largest_magnitude_within(threshold, FLOAT32), 0)),
         np.uint64(max(largest_magnitude_within(threshold, FLOAT64), 0)),
         bin_of_code(FLOAT32, exponent),
         bin_of_code(FLOAT64, exponent),
+        Places(*(Column[name].value for name in COLUMNS)),
     )
 
 

@@ -7,9 +7,10 @@ process that flushes them to zero. Squares are computed in float64, where those 
 
 numba keeps compiled code on disk and compiles again when this file changes, but not when another file does. Therefore
 this file imports nothing from the rest of the package and is not split, in spite of its length. Values that depend on
-other files (edges of bins, thresholds) are arguments.
+other files (edges of bins, thresholds, places of columns) are arguments.
 """
 
+from collections import namedtuple
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
@@ -31,11 +32,14 @@ HEADROOM: Final = 16  # codes of the window that lie above the largest of the fi
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3  # kinds of tensors
 
-# The columns of a row, in the order of columns.py; the first index of the table of tensors.
-NUM_ELEMENTS, NUM_NAN, NUM_INF, NUM_ZERO, NUM_DEAD, GRAD_SUM, GRAD_SUM_SQ, GRAD_MIN, GRAD_MAX, GRAD_ABS_MIN_NONZERO = (
-    range(10)
+COLUMNS: Final = (  # that the loops measure
+    *("NUM_ELEMENTS", "NUM_NAN", "NUM_INF", "NUM_ZERO", "NUM_DEAD", "GRAD_SUM", "GRAD_SUM_SQ"),
+    *("GRAD_MIN", "GRAD_MAX", "GRAD_ABS_MIN_NONZERO", "RECEIVED_SUM_SQ", "RECEIVED_NUM_NAN", "RECEIVED_NUM_INF"),
+    *("PARAM_SUM_SQ", "PARAM_NUM_NONFINITE"),
 )
-RECEIVED_SUM_SQ, RECEIVED_NUM_NAN, RECEIVED_NUM_INF, PARAM_SUM_SQ, PARAM_NUM_NONFINITE = range(10, 15)
+Places = namedtuple("Places", COLUMNS)  # of the columns in a row
+
+# The first index of the table of tensors.
 ADDRESS, SIZE, KIND = 0, 1, 2
 
 SIGN32, INFINITY32, SHIFT32 = np.uint32(1 << 31), np.uint32(0x7F800000), 22
@@ -254,13 +258,14 @@ def _add_pairs(pairs, first, spare, bins, histogram):
 
 
 @_jit
-def _gradient(address, size, kind, layout, dead, scratch, spare, row, pairs, bins, histogram):
+def _gradient(address, size, kind, layout, dead, scratch, spare, row, at, pairs, bins, histogram):
     """Fill in the gradient's columns of a row, and the histogram if it is not empty.
 
     Args:
         layout: the sign bit and the bits of infinity, as words, and the shift from a word to its code.
         dead: the bits of the largest dead magnitude.
         scratch, spare: one block of words each.
+        at: the places of the columns in the row.
         pairs: SLOTS * SLOTS zeros; zero again on return.
         bins: the bin of each code: [K].
         histogram: zeros: [B], or [0] for no histogram.
@@ -329,39 +334,40 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, pairs, bin
         if num_pairs:
             _add_pairs(pairs, first, spare, bins, histogram)
         histogram[histogram.size // 2] += num_zero
-    row[NUM_ELEMENTS], row[NUM_NAN], row[NUM_INF] = size, size - num_finite - num_inf, num_inf
-    row[NUM_ZERO], row[NUM_DEAD] = num_zero, num_dead
-    row[GRAD_SUM], row[GRAD_SUM_SQ], row[RECEIVED_SUM_SQ] = total, squares, squares
-    row[RECEIVED_NUM_NAN], row[RECEIVED_NUM_INF] = row[NUM_NAN], row[NUM_INF]
-    row[GRAD_MIN], row[GRAD_MAX], row[GRAD_ABS_MIN_NONZERO] = np.inf, -np.inf, np.inf
+    row[at.NUM_ELEMENTS], row[at.NUM_NAN], row[at.NUM_INF] = size, size - num_finite - num_inf, num_inf
+    row[at.NUM_ZERO], row[at.NUM_DEAD] = num_zero, num_dead
+    row[at.GRAD_SUM], row[at.GRAD_SUM_SQ], row[at.RECEIVED_SUM_SQ] = total, squares, squares
+    row[at.RECEIVED_NUM_NAN], row[at.RECEIVED_NUM_INF] = row[at.NUM_NAN], row[at.NUM_INF]
+    row[at.GRAD_MIN], row[at.GRAD_MAX], row[at.GRAD_ABS_MIN_NONZERO] = np.inf, -np.inf, np.inf
     if num_finite:
         # Positive floats sort like integers, negative ones in reverse.
-        row[GRAD_MIN] = -_magnitude(_minus_sign(highest), sign) if highest >= sign else _magnitude(lowest, sign)
-        row[GRAD_MAX] = _magnitude(outermost, sign) if lowest < sign else -_magnitude(_minus_sign(lowest), sign)
+        row[at.GRAD_MIN] = -_magnitude(_minus_sign(highest), sign) if highest >= sign else _magnitude(lowest, sign)
+        row[at.GRAD_MAX] = _magnitude(outermost, sign) if lowest < sign else -_magnitude(_minus_sign(lowest), sign)
     if num_zero < num_finite:
-        row[GRAD_ABS_MIN_NONZERO] = _magnitude(_halved_above(smallest), sign)
+        row[at.GRAD_ABS_MIN_NONZERO] = _magnitude(_halved_above(smallest), sign)
 
 
 @_jit
-def _parameter(address, size, kind, infinity, scratch, row):
+def _parameter(address, size, kind, infinity, scratch, row, at):
     """Fill in the parameter's columns of a row."""
-    row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = 0.0, 0.0
+    row[at.PARAM_SUM_SQ], row[at.PARAM_NUM_NONFINITE] = 0.0, 0.0
     for start in range(0, size, BLOCK):
         words = _block(address, start, min(BLOCK, size - start), kind, scratch)
         squares = _statistics(words)[5]
         if not np.isfinite(squares):
-            row[PARAM_NUM_NONFINITE] += words.size - _num_within(words, _minus_one(_doubled(infinity)))
+            row[at.PARAM_NUM_NONFINITE] += words.size - _num_within(words, _minus_one(_doubled(infinity)))
             squares = _statistics(_without_nonfinite(words, _doubled(infinity), words.dtype.type(0), scratch))[5]
-        row[PARAM_SUM_SQ] += squares
+        row[at.PARAM_SUM_SQ] += squares
 
 
-def _measure(table, dead32, dead64, bins32, bins64, rows, histogram):
+def _measure(table, dead32, dead64, bins32, bins64, at, rows, histogram):
     """Measure pieces of memory: tensors, or parts of them.
 
     Args:
         table: address, number of elements and kind of each gradient's piece, and of its parameter's: [3, 1 or 2, M].
         dead32, dead64: the bits of the largest dead magnitude, as float32 and as float64.
         bins32, bins64: the histogram bin of each code, or B for codes without a bin: [K] each.
+        at: the places of the columns in a row.
         rows: the output: [M, C].
         histogram: zeros, to be filled in: [M, B], or [M, 0] for no histogram.
     """
@@ -373,16 +379,16 @@ def _measure(table, dead32, dead64, bins32, bins64, rows, histogram):
         address, size, kind = table[ADDRESS, 0, i], table[SIZE, 0, i], table[KIND, 0, i]
         row, counts = rows[i], histogram[i]
         if kind == FLOAT64:
-            _gradient(address, size, kind, layout64, dead64, scratch64, spare64, row, pairs, bins64, counts)
+            _gradient(address, size, kind, layout64, dead64, scratch64, spare64, row, at, pairs, bins64, counts)
         else:
-            _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, pairs, bins32, counts)
-        row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = np.nan, np.nan
+            _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, at, pairs, bins32, counts)
+        row[at.PARAM_SUM_SQ], row[at.PARAM_NUM_NONFINITE] = np.nan, np.nan
         if table.shape[1] > 1:
             address, size, kind = table[ADDRESS, 1, i], table[SIZE, 1, i], table[KIND, 1, i]
             if kind == FLOAT64:
-                _parameter(address, size, kind, INFINITY64, scratch64, row)
+                _parameter(address, size, kind, INFINITY64, scratch64, row, at)
             else:
-                _parameter(address, size, kind, INFINITY32, scratch32, row)
+                _parameter(address, size, kind, INFINITY32, scratch32, row, at)
 
 
 @_jit
@@ -442,7 +448,8 @@ def compile_loops(*, cache: bool) -> tuple[Callable[..., None], Callable[..., No
     table = types.int64[:, :, :]  # its rows are not adjacent in a part of a table
     rows, histogram = types.float64[:, ::1], types.int64[:, ::1]
     bins = types.Array(types.int64, 1, "C", readonly=True)
-    of_measure = types.void(table, types.uint32, types.uint64, bins, bins, rows, histogram)
+    at = types.NamedUniTuple(types.int64, len(COLUMNS), Places)
+    of_measure = types.void(table, types.uint32, types.uint64, bins, bins, at, rows, histogram)
     witnesses = types.float64[:, :, ::1]
     of_witnesses = types.void(table, types.int64[::1], witnesses, witnesses, types.float64[:, ::1])
     return (

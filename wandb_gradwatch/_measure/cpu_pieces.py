@@ -22,7 +22,7 @@ SEGMENT: Final = 512  # elements summed in float32, before float64 sums the segm
 # 2**-126, which lose digits or vanish, are less than 2**-28 of it.
 _SMALL_SQ: Final = 2.0**-98
 
-_EXTREMES: Final = slice(Column.GRAD_MIN, Column.GRAD_ABS_MIN_NONZERO + 1)
+_EXTREMES: Final = [Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO]
 
 Floats = npt.NDArray[Any]  # float32 or float64
 

@@ -26,12 +26,29 @@ from typing import Any, Final
 import triton
 import triton.language as tl
 
-from .columns import NUM_BINS, ZERO_BIN
+from .columns import NUM_BINS, ZERO_BIN, Column
 from .cuda_plan import CAREFUL_ONLY
 
 # N tensors (gradients, then parameters), M chunks, C columns, B histogram bins
 
-NUM_PARTIALS: Final = 9  # columns NUM_NAN to GRAD_ABS_MIN_NONZERO, in their order
+NUM_PARTIALS: Final = 9  # in the order of _store_partials; the number of NaN is the first
+
+# The places of the columns in a row. Only fold knows them: Triton compares every constant of a kernel at each launch.
+_NUM_ELEMENTS: Final = tl.constexpr(Column.NUM_ELEMENTS.value)
+_NUM_NAN: Final = tl.constexpr(Column.NUM_NAN.value)
+_NUM_INF: Final = tl.constexpr(Column.NUM_INF.value)
+_NUM_ZERO: Final = tl.constexpr(Column.NUM_ZERO.value)
+_NUM_DEAD: Final = tl.constexpr(Column.NUM_DEAD.value)
+_GRAD_SUM: Final = tl.constexpr(Column.GRAD_SUM.value)
+_GRAD_SUM_SQ: Final = tl.constexpr(Column.GRAD_SUM_SQ.value)
+_GRAD_MIN: Final = tl.constexpr(Column.GRAD_MIN.value)
+_GRAD_MAX: Final = tl.constexpr(Column.GRAD_MAX.value)
+_GRAD_ABS_MIN_NONZERO: Final = tl.constexpr(Column.GRAD_ABS_MIN_NONZERO.value)
+_RECEIVED_SUM_SQ: Final = tl.constexpr(Column.RECEIVED_SUM_SQ.value)
+_RECEIVED_NUM_NAN: Final = tl.constexpr(Column.RECEIVED_NUM_NAN.value)
+_RECEIVED_NUM_INF: Final = tl.constexpr(Column.RECEIVED_NUM_INF.value)
+_PARAM_SUM_SQ: Final = tl.constexpr(Column.PARAM_SUM_SQ.value)
+_PARAM_NUM_NONFINITE: Final = tl.constexpr(Column.PARAM_NUM_NONFINITE.value)
 
 _BFLOAT16: Final = tl.constexpr(1)
 _CAREFUL_ONLY: Final = tl.constexpr(CAREFUL_ONLY)
@@ -546,29 +563,29 @@ def fold(
         row = rows + tensor * NUM_COLUMNS
         scale = tl.load(gradient_scale)
         true_sq = tl.sum(total_sq, axis=0) * scale * scale
-        tl.store(row + 0, tl.where(missing, float("nan"), size.to(tl.float64)))
-        tl.store(row + 1, tl.sum(nans, axis=0))
-        tl.store(row + 2, tl.sum(infs, axis=0))
-        tl.store(row + 3, tl.sum(zeros, axis=0))
-        tl.store(row + 4, tl.sum(deads, axis=0))
-        tl.store(row + 5, tl.sum(total, axis=0) * scale)
-        tl.store(row + 6, true_sq)
-        tl.store(row + 7, tl.min(lowest, axis=0) * scale)
-        tl.store(row + 8, tl.max(highest, axis=0) * scale)
-        tl.store(row + 9, tl.min(smallest, axis=0) * scale)
-        tl.store(row + 10, true_sq)
-        tl.store(row + 11, tl.sum(nans, axis=0))
-        tl.store(row + 12, tl.sum(infs, axis=0))
+        tl.store(row + _NUM_ELEMENTS, tl.where(missing, float("nan"), size.to(tl.float64)))
+        tl.store(row + _NUM_NAN, tl.sum(nans, axis=0))
+        tl.store(row + _NUM_INF, tl.sum(infs, axis=0))
+        tl.store(row + _NUM_ZERO, tl.sum(zeros, axis=0))
+        tl.store(row + _NUM_DEAD, tl.sum(deads, axis=0))
+        tl.store(row + _GRAD_SUM, tl.sum(total, axis=0) * scale)
+        tl.store(row + _GRAD_SUM_SQ, true_sq)
+        tl.store(row + _GRAD_MIN, tl.min(lowest, axis=0) * scale)
+        tl.store(row + _GRAD_MAX, tl.max(highest, axis=0) * scale)
+        tl.store(row + _GRAD_ABS_MIN_NONZERO, tl.min(smallest, axis=0) * scale)
+        tl.store(row + _RECEIVED_SUM_SQ, true_sq)
+        tl.store(row + _RECEIVED_NUM_NAN, tl.sum(nans, axis=0))
+        tl.store(row + _RECEIVED_NUM_INF, tl.sum(infs, axis=0))
         if num_tensors == num_gradients:  # no parameters
-            tl.store(row + 13, float("nan"))
-            tl.store(row + 14, float("nan"))
+            tl.store(row + _PARAM_SUM_SQ, float("nan"))
+            tl.store(row + _PARAM_NUM_NONFINITE, float("nan"))
     else:
         row = rows + (tensor - num_gradients) * NUM_COLUMNS
         scale = tl.load(parameter_scale)
         true_sq = tl.where(missing, float("nan"), tl.sum(total_sq, axis=0) * scale * scale)
-        tl.store(row + 13, true_sq)
-        tl.store(row + 14, tl.where(missing, float("nan"), tl.sum(nans + infs, axis=0)))
+        tl.store(row + _PARAM_SUM_SQ, true_sq)
+        tl.store(row + _PARAM_NUM_NONFINITE, tl.where(missing, float("nan"), tl.sum(nans + infs, axis=0)))
         if num_gradients == 0:
-            tl.store(row + 10, true_sq)
-            tl.store(row + 11, tl.sum(nans, axis=0))
-            tl.store(row + 12, tl.sum(infs, axis=0))
+            tl.store(row + _RECEIVED_SUM_SQ, true_sq)
+            tl.store(row + _RECEIVED_NUM_NAN, tl.sum(nans, axis=0))
+            tl.store(row + _RECEIVED_NUM_INF, tl.sum(infs, axis=0))

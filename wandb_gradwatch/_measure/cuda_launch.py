@@ -1,7 +1,7 @@
 """Statistics on CUDA: fused Triton kernels read every gradient once, in a few launches, without a host sync.
 
     table of addresses --> measure_chunks: one program per chunk
-                       --> measure_carefully: the remaining chunks           --> partials [9, M]
+                       --> measure_carefully: the remaining chunks           --> partials
                        --> fold: one program per gradient or parameter       --> rows [N, C]
 
 The chunks depend only on sizes and dtypes, and are uploaded once per plan. A sample uploads only the addresses, and

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .columns import ZERO_BIN, Column
+from .columns import GRADIENT_COLUMNS, IDENTITY_C, ZERO_BIN, ZERO_C, Column
 
 Tensors = Sequence[Tensor]
 Scale = Tensor | None  # 0-dim
@@ -88,11 +88,13 @@ def add_implicit_zeros(rows_NC: Tensor, histogram_NB: Tensor | None, num_implici
     if not any(num_implicit_zeros):
         return
     counts_N = upload(np.array(num_implicit_zeros, dtype=np.int64), rows_NC.device)
-    for column in (Column.NUM_ELEMENTS, Column.NUM_ZERO, Column.NUM_DEAD):
-        rows_NC[:, column] += counts_N
-    zero = torch.where(counts_N > 0, 0.0, torch.inf)
-    rows_NC[:, Column.GRAD_MIN] = rows_NC[:, Column.GRAD_MIN].minimum(zero)
-    rows_NC[:, Column.GRAD_MAX] = rows_NC[:, Column.GRAD_MAX].maximum(-zero)
+    for column in list(Column)[GRADIENT_COLUMNS]:
+        of_zero, values_N = float(ZERO_C[column]), rows_NC[:, column]
+        if column.merge == "sum":
+            values_N += counts_N * of_zero
+        else:
+            extreme = torch.minimum if column.merge == "min" else torch.maximum
+            values_N.copy_(extreme(values_N, torch.where(counts_N > 0, of_zero, float(IDENTITY_C[column]))))
     if histogram_NB is not None:
         histogram_NB[:, ZERO_BIN] += counts_N
 

@@ -1,4 +1,6 @@
-"""Statistics in plain torch on any device: one operation is one pass over a page of many tensors, without a host sync.
+"""Statistics in plain torch, for devices without a backend of their own (MPS, XPU), and for CUDA without Triton.
+
+One operation is one pass over a page of many tensors, without a host sync.
 
 A line is LINE elements of one tensor; a page is PAGE_LINES lines, which one operation reads. A tensor's last line is
 filled up with NaN, which is later subtracted from the count of NaN. Lines fold into tensors by gathers in a fixed
@@ -8,7 +10,7 @@ Accumulates in float64. MPS has no float64: there rows are float32, counts above
 that float32 cannot represent is NaN (unknown).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -28,6 +30,14 @@ LINE: Final = 1024
 PAGE_LINES: Final = 8192  # 8 million elements: a few temporary copies of a page are small compared to a model
 _FOLD: Final = 64  # lines that one step of the fold merges into one
 
+# The columns of a line, by the way in which they merge.
+_FOLDS: Final = (
+    ((*AS_LEFT, Column.NUM_ZERO, Column.NUM_DEAD, Column.GRAD_SUM), torch.sum, 0.0),
+    ((Column.GRAD_MIN, Column.GRAD_ABS_MIN_NONZERO), torch.amin, torch.inf),
+    ((Column.GRAD_MAX,), torch.amax, -torch.inf),
+)
+_LINES: Final = tuple(chain.from_iterable(columns for columns, _, _ in _FOLDS))
+
 
 @dataclass(frozen=True)
 class _Tiling:
@@ -44,7 +54,7 @@ def measure(
 ) -> Measurement:
     """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64.
 
-    Cost: 19 launches per page of 8 million elements, 8 for parameters, 12 for the histogram; the host does not wait
+    Cost: 21 launches per page of 8 million elements, 9 for parameters, 12 for the histogram; the host does not wait
     unless a gradient is sparse.
     """
     elements, num_implicit_zeros = zip(*map(elements_of, gradients), strict=True)
@@ -52,8 +62,8 @@ def measure(
     scale = None if inverse_scale is None else inverse_scale.to(wide_dtype(device))
     rows_NC = _of_all(elements, lambda same, tiling: _rows(same, tiling, dead_threshold, scale))
     if parameters is not None:
-        sums_N3 = _sums_of_squares(parameters)
-        rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sums_N3[:, 0], sums_N3[:, 1:].sum(1)
+        sum_sq_N, num_nan_N, num_inf_N = _sums_of_squares(parameters).unbind(1)
+        rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sum_sq_N, num_nan_N + num_inf_N
     rows_NC[:, Column.NUM_ELEMENTS] = upload(np.array([e.numel() for e in elements], dtype=np.int64), device)
     histogram_NB = _of_all(elements, lambda same, tiling: _histogram(same, tiling, scale)) if histogram else None
     add_implicit_zeros(rows_NC, histogram_NB, num_implicit_zeros)
@@ -86,74 +96,75 @@ def _of_all(elements: Sequence[Tensor], measure_alike: Callable[[list[Tensor], _
 
 
 def _rows(elements: list[Tensor], tiling: _Tiling, dead_threshold: float, scale: Tensor | None) -> Tensor:
-    lines_9R = _lines(elements, tiling, 9, dead_threshold, scale)
+    """Return the rows [N, C], without the numbers of elements and the parameter columns."""
+    lines = _lines(elements, tiling, _LINES, dead_threshold, scale)
     if dead_threshold == 0:
-        lines_9R[4] = lines_9R[3]
-    lines_9R[8].neg_()  # maxima merge as minima of the negative
-    sums, minima = _fold_sums(lines_9R[:6], tiling), _fold(lines_9R[6:], tiling, torch.amin, torch.inf)
-    rows_NC = sums.new_full((len(elements), NUM_COLUMNS), torch.nan)
-    rows_NC[:, Column.GRAD_SUM_SQ] = sums[:, 0]
-    rows_NC[:, Column.NUM_NAN : Column.GRAD_SUM + 1] = sums[:, 1:]
-    rows_NC[:, Column.GRAD_MIN], rows_NC[:, Column.GRAD_ABS_MIN_NONZERO] = minima[:, 0], minima[:, 1]
-    rows_NC[:, Column.GRAD_MAX] = -minima[:, 2]
+        lines[_LINES.index(Column.NUM_DEAD)] = lines[_LINES.index(Column.NUM_ZERO)]
+    rows_NC = lines.new_full((len(elements), NUM_COLUMNS), torch.nan)
+    for columns, fold, identity in _FOLDS:
+        begin = _LINES.index(columns[0])
+        folded = _fold(lines[begin : begin + len(columns)], tiling, fold, identity)
+        for place, column in enumerate(columns):
+            rows_NC[:, column] = folded[:, place]
+    rows_NC[:, Column.NUM_NAN] -= tiling.num_filling
     if rows_NC.dtype is not torch.float64:
         total_sq = rows_NC[:, Column.GRAD_SUM_SQ]
         vanished = (total_sq == 0) & rows_NC[:, Column.GRAD_ABS_MIN_NONZERO].isfinite()
         total_sq.masked_fill_(vanished | total_sq.isinf(), torch.nan)
+    for received, left in zip(range(NUM_COLUMNS)[RECEIVED_COLUMNS], AS_LEFT, strict=True):  # a list would be uploaded
+        rows_NC[:, received] = rows_NC[:, left]
     if scale is not None:
         for column, power in SCALE_POWER.items():
             rows_NC[:, column] *= scale**power
-    for received, left in zip(range(NUM_COLUMNS)[RECEIVED_COLUMNS], AS_LEFT, strict=True):  # a list would be uploaded
-        rows_NC[:, received] = rows_NC[:, left]
     return rows_NC
 
 
 def _sums_of_squares(tensors: Tensors) -> Tensor:
-    """Return the sum of squares of the finite elements, the number of NaN and the number of Inf: [N, 3]."""
-    elements = [elements_of(tensor)[0] for tensor in tensors]
-    return _of_all(elements, lambda alike, tiling: _fold_sums(_lines(alike, tiling, 3), tiling))
+    """Return the received columns of tensors: [N, 3]."""
+    return _of_all([elements_of(tensor)[0] for tensor in tensors], _received)
 
 
-def _fold_sums(lines: Tensor, tiling: _Tiling) -> Tensor:
-    """Add up the sums of each tensor's lines; the second sum counts NaN, without those of the filling."""
-    sums = _fold(lines, tiling, torch.sum, 0.0)
-    sums[:, 1] -= tiling.num_filling
+def _received(elements: list[Tensor], tiling: _Tiling) -> Tensor:
+    sums = _fold(_lines(elements, tiling, AS_LEFT), tiling, torch.sum, 0.0)
+    sums[:, AS_LEFT.index(Column.NUM_NAN)] -= tiling.num_filling
     return sums
 
 
 def _lines(
-    elements: list[Tensor], tiling: _Tiling, num_asked: int, dead_threshold: float = 0.0, scale: Tensor | None = None
+    elements: list[Tensor],
+    tiling: _Tiling,
+    columns: tuple[Column, ...],
+    dead_threshold: float = 0.0,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Return per line sum of squares, NUM_NAN, NUM_INF: [3, R]; or also NUM_ZERO to GRAD_SUM and extremes: [9, R]."""
+    """Return columns of every line, AS_LEFT or all of _LINES: [any, R]. Filling counts as NaN."""
     device = elements[0].device
-    lines = torch.empty((num_asked, sum(tiling.num_lines)), dtype=wide_dtype(device), device=device)
+    lines = torch.empty((len(columns), sum(tiling.num_lines)), dtype=wide_dtype(device), device=device)
     for page, here in _pages(elements, tiling):
-        _measure_lines(page, dead_threshold, scale, lines[:, here])
-    lines[0].square_()
+        _measure_lines(page, dead_threshold, scale, dict(zip(columns, lines[:, here], strict=True)))
+    lines[columns.index(Column.GRAD_SUM_SQ)].square_()
     return lines
 
 
-def _measure_lines(page: Tensor, dead_threshold: float, scale: Tensor | None, lines: Tensor) -> None:
-    """Write the statistics of a page's lines, with the root of the sum of squares in its place: 7 launches, or 18."""
-    wide, magnitude, has_all = lines.dtype, page.abs(), len(lines) > 3
+def _measure_lines(page: Tensor, dead_threshold: float, scale: Tensor | None, of: Mapping[Column, Tensor]) -> None:
+    """Write the columns of a page's lines, with the root of GRAD_SUM_SQ in its place: 8 launches, or 20."""
+    wide, magnitude = of[Column.GRAD_SUM_SQ].dtype, page.abs()
     finite = page.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    torch.linalg.vector_norm(finite, dim=1, dtype=wide, out=lines[0])
-    flags = torch.empty((2 + has_all + (dead_threshold != 0), *page.shape), dtype=torch.bool, device=page.device)
-    torch.ne(page, page, out=flags[0])
-    torch.eq(magnitude, torch.inf, out=flags[1])
-    if has_all:
-        torch.eq(page, 0, out=flags[2])
+    torch.linalg.vector_norm(finite, dim=1, dtype=wide, out=of[Column.GRAD_SUM_SQ])
+    torch.sum(torch.ne(page, page), 1, dtype=wide, out=of[Column.NUM_NAN])
+    torch.sum(torch.eq(magnitude, torch.inf), 1, dtype=wide, out=of[Column.NUM_INF])
+    if Column.GRAD_SUM not in of:
+        return
+    is_zero = torch.eq(page, 0)
+    torch.sum(is_zero, 1, dtype=wide, out=of[Column.NUM_ZERO])
     if dead_threshold != 0:
         true = magnitude.to(wide) if scale is None else magnitude.to(wide) * scale
-        torch.le(true, dead_threshold, out=flags[3])
-    torch.sum(flags, 2, dtype=wide, out=lines[1 : 1 + len(flags)])
-    if not has_all:
-        return
-    torch.sum(finite, 1, dtype=wide, out=lines[5])
-    lines[6] = page.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf).amin(1)
-    nonzero = magnitude.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill_(flags[2], torch.inf)
-    lines[7] = nonzero.amin(1)
-    lines[8] = page.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).amax(1)
+        torch.sum(torch.le(true, dead_threshold), 1, dtype=wide, out=of[Column.NUM_DEAD])
+    torch.sum(finite, 1, dtype=wide, out=of[Column.GRAD_SUM])
+    of[Column.GRAD_MIN].copy_(page.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf).amin(1))
+    nonzero = magnitude.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill_(is_zero, torch.inf)
+    of[Column.GRAD_ABS_MIN_NONZERO].copy_(nonzero.amin(1))
+    of[Column.GRAD_MAX].copy_(page.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).amax(1))
 
 
 def _histogram(elements: list[Tensor], tiling: _Tiling, scale: Tensor | None) -> Tensor:

@@ -1,14 +1,16 @@
-"""The specification: every column and the histogram in plain numpy and float64, one tensor at a time, on the host.
+"""The specification: the columns as the schema defines them, one tensor at a time, in float64, on the host. For tests.
 
 It favours clarity over speed. The other backends must equal it: counts and histograms exactly, the rest up to rounding.
 """
+
+from itertools import repeat
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .columns import AS_LEFT, IDENTITY_C, NUM_BINS, RECEIVED_COLUMNS, ZERO_BIN, Column, FloatArray, IntArray, bins_of
-from .elements import Measurement, Scale, Tensors, elements_of, wide_dtype
+from .columns import NUM_BINS, PARAMETER_COLUMNS, RECEIVED_COLUMNS, Elements, FloatArray, IntArray, bins_of, define
+from .elements import Measurement, Scale, Tensors, add_implicit_zeros, elements_of, wide_dtype
 
 # N tensors, C columns, B histogram bins, E elements of one tensor
 
@@ -19,16 +21,17 @@ def measure(
 ) -> Measurement:
     """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64."""
     device = gradients[0].device
-    all_E = [_true_values(gradient, inverse_scale) for gradient in gradients]
-    rows_NC = np.stack([_row(values_E, num_zero, dead_threshold) for values_E, num_zero in all_E])
-    rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
-    for row_C, parameter in zip(rows_NC, parameters or (), strict=parameters is not None):
-        values_E, _ = _true_values(parameter, None)
-        finite = values_E[np.isfinite(values_E)]
-        row_C[Column.PARAM_SUM_SQ] = np.square(finite).sum()
-        row_C[Column.PARAM_NUM_NONFINITE] = values_E.size - finite.size
-    counts = torch.from_numpy(np.stack([_histogram(*one) for one in all_E])).to(device) if histogram else None
-    return Measurement(torch.from_numpy(rows_NC).to(device, wide_dtype(device)), counts)
+    elements, num_implicit_zeros = zip(*map(elements_of, gradients), strict=True)
+    values = [_true_values(each, inverse_scale) for each in elements]
+    rows_NC = np.stack([define(_elements(each, dead_threshold), "gradient", "received") for each in values])
+    for row_C, parameter in zip(rows_NC, parameters or repeat(None)):  # noqa: B905  # as many, or none
+        if parameter is not None:
+            of_parameter = define(_elements(_true_values(elements_of(parameter)[0], None)), "parameter")
+            row_C[PARAMETER_COLUMNS] = of_parameter[PARAMETER_COLUMNS]
+    rows = torch.from_numpy(rows_NC).to(device, wide_dtype(device))
+    counts = torch.from_numpy(np.stack(list(map(_histogram, values)))).to(device) if histogram else None
+    add_implicit_zeros(rows, counts, num_implicit_zeros)
+    return Measurement(rows, counts)
 
 
 def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
@@ -37,31 +40,16 @@ def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     return rows[:, RECEIVED_COLUMNS]
 
 
-def _true_values(tensor: Tensor, inverse_scale: Scale) -> tuple[FloatArray, int]:
-    """Return a tensor's elements, multiplied by the scale, and the number of its implicit zeros."""
-    elements, num_zero = elements_of(tensor)
-    return elements.cpu().double().numpy() * (1.0 if inverse_scale is None else float(inverse_scale)), num_zero
+def _true_values(elements: Tensor, inverse_scale: Scale) -> FloatArray:
+    """Return elements, multiplied by the scale: [E]."""
+    values: FloatArray = elements.cpu().double().numpy()
+    return values * (1.0 if inverse_scale is None else float(inverse_scale))
 
 
-def _row(values_E: FloatArray, num_implicit_zeros: int, dead_threshold: float) -> FloatArray:
-    row_C = IDENTITY_C.copy()
-    finite = values_E[np.isfinite(values_E)]
-    with_zero = np.append(finite, np.zeros(min(num_implicit_zeros, 1)))
-    row_C[Column.NUM_ELEMENTS] = values_E.size + num_implicit_zeros
-    row_C[Column.NUM_NAN] = np.isnan(values_E).sum()
-    row_C[Column.NUM_INF] = np.isinf(values_E).sum()
-    row_C[Column.NUM_ZERO] = (finite == 0).sum() + num_implicit_zeros
-    row_C[Column.NUM_DEAD] = (abs(finite) <= dead_threshold).sum() + num_implicit_zeros
-    row_C[Column.GRAD_SUM] = finite.sum()
-    row_C[Column.GRAD_SUM_SQ] = np.square(finite).sum()
-    row_C[RECEIVED_COLUMNS] = row_C[list(AS_LEFT)]
-    row_C[Column.GRAD_MIN] = with_zero.min(initial=np.inf)
-    row_C[Column.GRAD_MAX] = with_zero.max(initial=-np.inf)
-    row_C[Column.GRAD_ABS_MIN_NONZERO] = abs(finite[finite != 0]).min(initial=np.inf)
-    return row_C
+def _elements(values_E: FloatArray, dead_threshold: float = 0.0) -> Elements:
+    return Elements(values_E, values_E[np.isfinite(values_E)], dead_threshold)
 
 
-def _histogram(values_E: FloatArray, num_implicit_zeros: int) -> IntArray:
-    counts_B = np.bincount(bins_of(values_E[np.isfinite(values_E)]), minlength=NUM_BINS)
-    counts_B[ZERO_BIN] += num_implicit_zeros
-    return counts_B
+def _histogram(values_E: FloatArray) -> IntArray:
+    """Count the finite elements in the fixed bins: [B]."""
+    return np.bincount(bins_of(values_E[np.isfinite(values_E)]), minlength=NUM_BINS)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .._measure.columns import NUM_COLUMNS, RECEIVED_COLUMNS, Column
+from .._measure.columns import GRADIENT_COLUMNS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
 from .._measure.elements import Measurement, onto, wide_dtype
 from .device_buffer import DeviceBuffer
 from .transfers import (
@@ -36,7 +36,7 @@ from .transfers import (
 # S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
 
 # Columns that clipping changes. It does not change the numbers of elements, NaN and Inf.
-_HIDDEN_BY_CLIPPING: Final = slice(Column.NUM_ZERO, Column.RECEIVED_SUM_SQ)
+_HIDDEN_BY_CLIPPING: Final = slice(Column.NUM_ZERO, GRADIENT_COLUMNS.stop)
 
 
 class SampleBuffer:

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from .._measure.change import MULTIPLIED, change_between
-from .._measure.columns import AS_LEFT, CLIP_TOLERANCE, NUM_COLUMNS, RECEIVED_COLUMNS, Column, FloatArray, IntArray
+from .._measure.columns import (
+    AS_LEFT,
+    CLIP_TOLERANCE,
+    GRADIENT_COLUMNS,
+    NUM_COLUMNS,
+    RECEIVED_COLUMNS,
+    Column,
+    FloatArray,
+    IntArray,
+)
 from .._measure.elements import wide_dtype
 from .._measure.events import Event
 from .._measure.probe_values import HISTOGRAM_SIZE, ArrivedSums, MetricHistogram, ProbeHistogram, ProbeSums
@@ -333,8 +342,7 @@ def _what_happened(
         if not sample.by_torch and before.is_clipping and np.nansum(rows_PC[:, Column.NUM_ELEMENTS]) > 1:
             # The step itself has changed them, and no reduction over ranks of several elements does that.
             received_PC, restored, shrunk = rows_PC.copy(), was_there, False
-        columns = np.arange(NUM_COLUMNS) < RECEIVED_COLUMNS.start
-        rows_PC[np.ix_(restored, columns)] = earlier_PC[np.ix_(restored, columns)]
+        rows_PC[restored, GRADIENT_COLUMNS] = earlier_PC[restored, GRADIENT_COLUMNS]
     if received_PC is not None:
         was_seen = ~np.isnan(received_PC[:, Column.NUM_ELEMENTS]) & ~np.isnan(rows_PC[:, Column.NUM_ELEMENTS])
         received_PC = np.where(was_seen[:, None], received_PC, rows_PC)

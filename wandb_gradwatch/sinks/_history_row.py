@@ -329,25 +329,28 @@ def _newest(snapshot: Snapshot) -> dict[str, Number]:
     # The formulas are those of the snapshot's statistics, in plain numbers: for one row, arrays take ten times as long.
     rows_PC, is_complete = snapshot.rows[-1], bool(snapshot.names) and snapshot.present[-1].all()
     whole = (snapshot.column_sums[-1] if is_complete else merge_rows(rows_PC, axis=0)).tolist()
-    num, num_nan, num_inf, _, num_dead, total, sum_sq, low, high, _, received_sq, _, _, param_sq, num_broken = whole
+    low, high = whole[Column.GRAD_MIN], whole[Column.GRAD_MAX]
     if is_complete:  # the usual case
         low = float(np.minimum.reduce(rows_PC[:, Column.GRAD_MIN]))
         high = float(np.maximum.reduce(rows_PC[:, Column.GRAD_MAX]))
-    num_finite = num - num_nan - num_inf
+    num, sum_sq, num_broken = whole[Column.NUM_ELEMENTS], whole[Column.GRAD_SUM_SQ], whole[Column.PARAM_NUM_NONFINITE]
+    num_finite = num - whole[Column.NUM_NAN] - whole[Column.NUM_INF]
     abs_max = max(abs(low), abs(high)) if math.isfinite(low) and math.isfinite(high) else math.nan
-    mean, mean_sq = (total / num_finite, sum_sq / num_finite) if num_finite > 0 else (math.nan, math.nan)
+    mean, mean_sq = math.nan, math.nan
+    if num_finite > 0:
+        mean, mean_sq = whole[Column.GRAD_SUM] / num_finite, sum_sq / num_finite
     has_norm = not (sum_sq < LEAST_SUM_SQ and (num > num_finite == 0 or abs_max > 0))
     return {
         keys.LOSS_SCALE: float(snapshot.loss_scale[-1]),
         keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
         keys.LOSS: float(snapshot.metrics[keys.LOSS][-1]) if keys.LOSS in snapshot.metrics else math.nan,
         keys.GRAD_NORM: math.sqrt(sum_sq) if has_norm else math.nan,
-        keys.GRAD_NORM_CLIPPED: math.sqrt(received_sq) if has_norm else math.nan,
+        keys.GRAD_NORM_CLIPPED: math.sqrt(whole[Column.RECEIVED_SUM_SQ]) if has_norm else math.nan,
         keys.GRAD_MEAN: mean,
         keys.GRAD_STD: math.sqrt(max(mean_sq - mean * mean, 0.0)) if has_norm else math.nan,
         keys.GRAD_ABS_MAX: abs_max,
-        keys.DEAD_RATIO: num_dead / num if num and num_finite else math.nan,
-        keys.PARAM_NORM: math.nan if 0 < num_broken == num else math.sqrt(param_sq),
+        keys.DEAD_RATIO: whole[Column.NUM_DEAD] / num if num and num_finite else math.nan,
+        keys.PARAM_NORM: math.nan if 0 < num_broken == num else math.sqrt(whole[Column.PARAM_SUM_SQ]),
     }
 
 
