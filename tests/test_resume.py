@@ -291,7 +291,7 @@ def test_a_state_that_does_not_fit_is_said_and_training_goes_on(caplog: pytest.L
 def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     watcher, _ = watch(small_model(), start_step=3)
     state = watcher.state_dict()
-    with pytest.raises(ValueError, match=r"'sampler' is not among the keys \['model', 'watcher'\]"):
+    with pytest.raises(ValueError, match=r"'version' is not among the keys \['model', 'watcher'\]"):
         watcher.load_state_dict({"model": {}, "watcher": state})
     del state["histogram"]
     state["sampler"]["step"] = 7

@@ -19,6 +19,7 @@ from grad_samples import sample_of
 from numpy.lib import format as npy
 
 from wandb_gradwatch import MemorySink, SkipGuard, Watcher, load_recording, watch
+from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline import recording
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.metrics import NoiseScale
@@ -242,3 +243,61 @@ def test_the_message_names_the_key() -> None:
     state["sampler"]["num_samples"] = "many"
     with pytest.raises(ValueError, match=r"'sampler': 'num_samples' does not fit: 'many'"):
         watcher.load_state_dict(state)
+
+
+def of_another_version(rows: Any, columns: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows and columns as a version would have saved them that lacked one column and had another."""
+    kept = [place for place, name in enumerate(columns) if name != "GRAD_MAX"]
+    theirs = np.concatenate([np.asarray(rows)[..., kept], np.asarray(rows)[..., :1]], axis=-1)
+    return theirs, np.array([*np.asarray(columns)[kept], "GRAD_SUM_OF_ANOTHER_KIND"])
+
+
+def test_a_recording_of_other_statistics_is_read_and_those_that_it_lacks_are_missing(tmp_path: Path) -> None:
+    saved = arrays()
+    rows, columns = of_another_version(saved["rows"], saved["columns"])
+    np.savez(tmp_path / "f.npz", **(saved | {"rows": rows, "columns": columns}))
+    snapshot = load_recording(tmp_path / "f.npz").snapshot
+    assert snapshot is not None
+    assert snapshot.grad_norm.tolist() == [[1.0, 2.0]]
+    assert snapshot.grad_min.tolist() == [[1.0, 2.0]]
+    assert np.isnan(snapshot.grad_max).all()
+
+
+def with_open_window() -> tuple[torch.nn.Module, Watcher]:
+    """A model and its watcher, which has measured three steps that are not flushed."""
+    model = torch.nn.Linear(2, 1)
+    watcher = watch(model, sinks=[MemorySink()], sample_every=1, log_every=100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return model, watcher
+
+
+def test_a_state_of_other_statistics_is_continued_and_those_that_it_lacks_are_missing() -> None:
+    _model, watcher = with_open_window()
+    state = watcher.state_dict()
+    assert len(state["samples"]) == 3
+    before = state["columns"]
+    for sample in state["samples"]:
+        rows, columns = of_another_version(sample["rows"], before)
+        sample["rows"], state["columns"] = torch.from_numpy(rows), columns.tolist()
+    watcher.load_state_dict(state)
+    snapshot = watcher.flush()
+    assert snapshot is not None
+    # Gradients of the weights are 1 and 1, that of the bias is 1: the norm is sqrt(3).
+    np.testing.assert_allclose(snapshot.total_grad_norm, [3**0.5] * 3)
+    assert np.isnan(snapshot.grad_max).all()
+
+
+def test_a_state_of_another_form_is_refused_with_its_version() -> None:
+    watcher = trained(1)
+    with pytest.raises(ValueError, match="but its version is 2, and this one reads version 1"):
+        watcher.load_state_dict(watcher.state_dict() | {"version": 2})
+
+
+def test_rows_that_do_not_fit_the_names_of_their_columns_are_refused() -> None:
+    _model, watcher = with_open_window()
+    with pytest.raises(ValueError, match=f"its rows have {NUM_COLUMNS} columns, and 'columns' names 1"):
+        watcher.load_state_dict(watcher.state_dict() | {"columns": ["NUM_ELEMENTS"]})

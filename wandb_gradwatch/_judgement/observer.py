@@ -119,7 +119,7 @@ class Observer:
         """Add the sample to the past of its kind. Trial points and samples without an update do not belong to it."""
         past, names = facts.past, facts.structure.names
         is_trial = bool(facts.snapshot.inferred[facts.place])
-        self.run.has_stepped |= not is_trial
+        self.run.has_stepped = bool(self.run.has_stepped or not is_trial)  # a saved state may have had another number
         if facts.skipped or facts.is_empty or (is_trial and self.run.has_stepped):
             return
         past.add(facts.scalars())

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._analysis.baseline import evenly_apart
 from .._analysis.memory import PerName, Remembers, Streaks
-from .._measure.columns import NUM_COLUMNS, FloatArray
+from .._measure.columns import COLUMN_NAMES, FloatArray, arranged
 
 # N remembered samples, P watched parameters, C columns
 
@@ -59,14 +59,16 @@ class Rows:
         values_P: FloatArray = rows_PC[:, column]
         return values_P if own is names or own == names else _placed(own, values_P, names)
 
-    def state_dict(self) -> list[Any]:
-        return [[list(names), rows_PC.copy()] for names, rows_PC in list(self._rows)[-SAVED:]]
+    def state_dict(self) -> dict[str, Any]:
+        rows = [[list(names), rows_PC.copy()] for names, rows_PC in list(self._rows)[-SAVED:]]
+        return {"columns": list(COLUMN_NAMES), "rows": rows}
 
-    def load_state_dict(self, state: Sequence[Any]) -> None:
-        loaded = [(tuple(map(str, names)), np.array(rows, dtype=np.float64)) for names, rows in state]
-        if any(rows_PC.shape != (len(names), NUM_COLUMNS) for names, rows_PC in loaded):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        columns = state["columns"]
+        loaded = [(tuple(map(str, names)), np.array(rows, dtype=np.float64)) for names, rows in state["rows"]]
+        if any(rows.shape != (len(names), len(columns)) for names, rows in loaded):
             raise ValueError("the rows of earlier samples do not fit their names")
-        self._rows = deque(loaded, WINDOW)
+        self._rows = deque([(names, arranged(rows, columns)) for names, rows in loaded], WINDOW)
 
 
 def _placed(own: tuple[str, ...], values: FloatArray, names: tuple[str, ...]) -> FloatArray:

@@ -83,6 +83,7 @@ class Column(IntEnum):
 
 
 NUM_COLUMNS: Final = len(Column)
+COLUMN_NAMES: Final = tuple(column.name for column in Column)  # travel with all rows that are saved
 
 
 def _places(of: str) -> slice:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._interruptions import raise_interruption
 from .._judgement.incident import Incident
-from .._measure.columns import NUM_BINS, Column, IntArray
+from .._measure.columns import COLUMN_NAMES, NUM_BINS, IntArray
 from ..rules import Alert
 from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import merge_snapshots, select_samples
@@ -145,7 +145,7 @@ class FlightRecorder:
         if history is not None:
             arrays |= {name: getattr(history, name) for name in ARRAYS}
             arrays["names"] = np.array(history.names, dtype=np.str_)
-            arrays["columns"] = np.array([column.name for column in Column], dtype=np.str_)
+            arrays["columns"] = np.array(COLUMN_NAMES, dtype=np.str_)
             arrays |= {f"metric/{key}": values for key, values in history.metrics.items()}
             facts = {name: history.per_parameter.get(name) for name in keys.PARAMETER_FACTS}
             arrays |= {OF_PARAMETERS + name: values for name, values in facts.items() if values is not None}

@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from .._judgement.incident import Incident
-from .._measure.columns import NUM_BINS, NUM_COLUMNS
+from .._measure.columns import NUM_BINS, arranged
 from ..rules import Alert
 from ..snapshot import Snapshot, keys
 from .recorder import ARRAYS, FORMAT, OF_PARAMETERS, Note
@@ -45,7 +45,8 @@ class Recording:
 def load_recording(path: str | os.PathLike[str]) -> Recording:
     """Read a flight recorder's file: the one in the run's folder, or a path that `watcher.record()` returned.
 
-    Reading runs no code, and takes no more than 2 GiB of memory whatever the file claims.
+    Reading runs no code, and takes no more than 2 GiB of memory whatever the file claims. Statistics that the version
+    that wrote the file did not have are missing.
 
     Raises:
         ValueError: the file cannot be read, is not a flight recorder's file, or has another format version.
@@ -66,9 +67,10 @@ def _recording(file: zipfile.ZipFile) -> Recording:
     if not isinstance(words, dict) or words.get("format") != FORMAT:
         found = words.get("format") if isinstance(words, dict) else None
         raise ValueError(f"its format is {found!r:.20}; this version reads format {FORMAT}")
-    arrays = {key: _array(file, info) for key, info in members.items() if key not in ("words", "columns")}
+    arrays = {key: _array(file, info) for key, info in members.items() if key != "words"}
     snapshot = None
     if "steps" in arrays:
+        arrays["rows"] = arranged(arrays["rows"], arrays.pop("columns").tolist())
         snapshot = Snapshot(
             names=tuple(arrays["names"].tolist()),
             histogram=arrays.get("histogram"),
@@ -104,15 +106,15 @@ def _check_headers(headers: Mapping[str, tuple[_Shape, np.dtype[Any]]]) -> None:
     if size > MAX_BYTES:
         raise ValueError(f"its arrays would take {size / 2**30:.1f} GiB, and at most {MAX_BYTES / 2**30:.0f} are read")
     shapes = {key: shape for key, (shape, _) in headers.items()}
-    num_samples, num_names, num_histograms = (
-        math.prod(shapes.get(key, ())) for key in ("steps", "names", "histogram_steps")
+    num_samples, num_names, num_columns, num_histograms = (
+        math.prod(shapes.get(key, ())) for key in ("steps", "names", "columns", "histogram_steps")
     )
     expected: dict[str, tuple[str, _Shape]] = {
         "words": ("U", ()),
-        "columns": ("U", (NUM_COLUMNS,)),
+        "columns": ("U", (num_columns,)),
         "steps": ("i", (num_samples,)),
         "names": ("U", (num_names,)),
-        "rows": ("f", (num_samples, num_names, NUM_COLUMNS)),
+        "rows": ("f", (num_samples, num_names, num_columns)),
         "loss_scale": ("f", (num_samples,)),
         "skipped": ("b", (num_samples,)),
         "trainable": ("b", (num_names,)),
@@ -120,7 +122,7 @@ def _check_headers(headers: Mapping[str, tuple[_Shape, np.dtype[Any]]]) -> None:
         "histogram_steps": ("i", (num_histograms,)),
     }
     expected |= {OF_PARAMETERS + name: ("f", (num_samples, num_names)) for name in keys.PARAMETER_FACTS}
-    needed = {"words"} | ({*ARRAYS, "names"} if "steps" in headers else set())
+    needed = {"words"} | ({*ARRAYS, "names", "columns"} if "steps" in headers else set())
     needed |= {"histogram_steps"} if "histogram" in headers else set()
     if missing := sorted(needed - headers.keys()):
         raise ValueError(f"it has no {missing[0]!r}")

@@ -1,6 +1,6 @@
 """The saved state of a watcher: only numbers, lists and tensors, matched to parameters by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from .._capture.parts import CaptureParts
+from .._measure.columns import COLUMN_NAMES, arranged
 from .._measure.probe_values import MetricHistogram
 from .._runtime.sharding import rank, world_size
 from .._transfer.transfers import ArrivedSample, Sample
@@ -15,7 +16,7 @@ from .alert_manager import AlertManager
 from .assembly import Number, placed
 from .dispatcher import Dispatcher
 from .pipeline import Pipeline
-from .state_schema import checked
+from .state_schema import VERSION, checked
 
 # P watched parameters, N of them known when the state was saved
 
@@ -28,6 +29,8 @@ def save_state(
 ) -> dict[str, Any]:
     """The step and schedule, the state of rules, guard and metrics, and the samples of the open window."""
     return {
+        "version": VERSION,
+        "columns": list(COLUMN_NAMES),
         "sampler": parts.schedule.state_dict(),
         "alert_manager": _with_tensors(alert_manager.state_dict()),
         "guard": None if parts.guard is None else parts.guard.state_dict(),
@@ -60,7 +63,7 @@ def load_state(
             for old, name in enumerate(saved["names"])
             if (slot := parts.registry.slot_of_name.get(name)) is not None
         }
-        window = [_loaded(sample, place, num_names) for sample in saved["samples"]]
+        window = [_loaded(sample, saved["columns"], place, num_names) for sample in saved["samples"]]
         counts, steps = saved["histogram"]["counts"], saved["histogram"]["steps"]
         histogram = None if counts is None else torch.from_numpy(_placed(counts.numpy(), place, num_names, 0))
     except _BROKEN as error:
@@ -124,11 +127,15 @@ def _saved(sample: ArrivedSample) -> dict[str, Any]:
     }
 
 
-def _loaded(saved: Mapping[str, Any], place: Mapping[int, int], num_names: int) -> ArrivedSample:
-    skipped = bool(saved["skipped"])
+def _loaded(
+    saved: Mapping[str, Any], columns: Sequence[str], place: Mapping[int, int], num_names: int
+) -> ArrivedSample:
+    skipped, rows = bool(saved["skipped"]), saved["rows"].numpy()
+    if rows.shape[1] != len(columns):
+        raise ValueError(f"its rows have {rows.shape[1]} columns, and 'columns' names {len(columns)}")
     return ArrivedSample(
         Sample(int(saved["step"]), skipped, ()),
-        _placed(saved["rows"].numpy(), place, num_names, np.nan),
+        _placed(arranged(rows, columns), place, num_names, np.nan),
         float(saved["loss_scale"]),
         skipped,
         dict(saved["metrics"]),

@@ -5,10 +5,12 @@ from typing import Any, Final
 
 import torch
 
-from .._measure.columns import NUM_BINS, NUM_COLUMNS
+from .._measure.columns import NUM_BINS
 from .._measure.probe_values import HISTOGRAM_SIZE
 
 # P watched parameters, C columns, B histogram bins
+
+VERSION: Final = 1  # of the form of a state
 
 Check = Callable[[Any], bool]
 Schema = Mapping[str, Any]  # a check, or a nested schema, by key
@@ -57,13 +59,15 @@ def _fits(schema: Schema) -> Check:
 
 _SAMPLE: Final[Schema] = {
     "step": _is_count,
-    "rows": lambda value: _is_tensor(value, None, NUM_COLUMNS, is_float=True),
+    "rows": lambda value: _is_tensor(value, None, None, is_float=True),
     "loss_scale": _is_number,
     "skipped": lambda value: isinstance(value, bool | int),
     "metrics": _each_value(_is_number),
     "histograms": _each_value(lambda value: _is_tensor(value, HISTOGRAM_SIZE, is_float=True)),
 }
 _STATE: Final[Schema] = {
+    "version": _is_count,
+    "columns": _each(lambda value: isinstance(value, str)),
     "sampler": {
         "step": _is_count,
         "trust_versions": lambda value: isinstance(value, bool | int),
@@ -89,12 +93,18 @@ _STATE: Final[Schema] = {
 }
 
 
-def checked(state: Any, schema: Schema = _STATE, where: str = "") -> Mapping[str, Any]:
+def checked(state: Any) -> Mapping[str, Any]:
     """Return the state if it has the form of a saved state.
 
     Raises:
-        ValueError: it has not; the message names the key.
+        ValueError: it has not; the message names the key, or the version that saved it.
     """
+    if isinstance(state, Mapping) and state.get("version", VERSION) != VERSION:
+        raise ValueError(f"its version is {state['version']!r:.20}, and this one reads version {VERSION}")
+    return _checked(state, _STATE)
+
+
+def _checked(state: Any, schema: Schema, where: str = "") -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise ValueError(f"{where or 'got'} {'is ' if where else ''}{state!r:.100}")
     for key, check in schema.items():
@@ -103,7 +113,7 @@ def checked(state: Any, schema: Schema = _STATE, where: str = "") -> Mapping[str
                 f"{where}{key!r} is not among the keys {list(state)[:5]}; pass that part of the checkpoint"
             )
         if isinstance(check, Mapping):
-            checked(state[key], check, f"{where}{key!r}: ")
+            _checked(state[key], check, f"{where}{key!r}: ")
         elif not check(state[key]):
             raise ValueError(f"{where}{key!r} does not fit: {state[key]!r:.100}")
     return state
