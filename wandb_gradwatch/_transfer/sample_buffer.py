@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._measure.columns import GRADIENT_COLUMNS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
 from .._measure.elements import Measurement, onto, wide_dtype
-from .device_buffer import DeviceBuffer
+from .device_buffer import EARLIER, MEASURED, RECEIVED, DeviceBuffer
 from .transfers import (
     FOUND_INF,
     LOSS_SCALE,
@@ -76,7 +76,7 @@ class SampleBuffer:
     def put_earlier(self, slots: Sequence[int]) -> None:
         """Keep these rows as the earlier ones: the gradients have changed since, and new rows will be written."""
         for buffer, index in self._at(slots):
-            buffer.put_earlier(index)
+            buffer.put_beside(EARLIER, index, buffer.rows[MEASURED, index])
 
     def write_received(self, slots: Sequence[int], received: Tensor) -> None:
         """Correct the columns of the gradients that the optimizer received, where they differ from the measured ones.
@@ -88,34 +88,31 @@ class SampleBuffer:
         buffer = self._on(received.device)
         index = buffer.index(tuple(slots))
         if received.shape[1] == NUM_COLUMNS:
-            buffer.put_received(index, received)
+            buffer.put_beside(RECEIVED, index, received)
             received = received[:, RECEIVED_COLUMNS]
-        buffer.rows[index, RECEIVED_COLUMNS] = received
+        buffer.rows[MEASURED, index, RECEIVED_COLUMNS] = received
 
     def hide_received(self, slots: Sequence[int]) -> None:
         """Mark the received gradients of these parameters as unknown."""
         for buffer, index in self._at(slots):
-            buffer.rows[index, RECEIVED_COLUMNS] = torch.nan
+            buffer.rows[MEASURED, index, RECEIVED_COLUMNS] = torch.nan
 
     def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
         """Multiply rows of the open sample by a factor per column [C]. The sample's histogram is dropped."""
         for buffer, index in self._at(slots):
-            factor = onto(factor_C, buffer.device)
-            buffer.rows[index] *= factor
-            if buffer.earlier is not None:
-                buffer.earlier[index] *= factor
+            buffer.rows[:RECEIVED, index] *= onto(factor_C, buffer.device)
             buffer.sample_histogram = None
 
     def drop_zero_rows(self, slots: Sequence[int]) -> None:
         """Mark all-zero rows as missing: no backward wrote these gradients, so zero_grad() left the zeros."""
         for buffer, index in self._at(slots):
-            rows = buffer.rows[index]
+            rows = buffer.rows[MEASURED, index]
             buffer.drop(index, rows[:, Column.NUM_ZERO] == rows[:, Column.NUM_ELEMENTS])
 
     def drop_finite_rows(self, slots: Sequence[int]) -> None:
         """Mark rows without NaN and Inf as missing."""
         for buffer, index in self._at(slots):
-            rows = buffer.rows[index]
+            rows = buffer.rows[MEASURED, index]
             buffer.drop(index, rows[:, Column.NUM_NAN] + rows[:, Column.NUM_INF] == 0)
 
     def receive_nothing(self, slots: Sequence[int]) -> None:
@@ -124,31 +121,35 @@ class SampleBuffer:
         Finite ones are in no histogram: their rows will be dropped when they arrive.
         """
         for buffer, index in self._at(slots):
-            rows = buffer.rows[index]
+            rows = buffer.rows[MEASURED, index]
             is_bad = (rows[:, Column.NUM_NAN] + rows[:, Column.NUM_INF] > 0).any()
-            buffer.rows[index, RECEIVED_COLUMNS] = rows[:, Column.NUM_ELEMENTS, None] * 0  # missing stays missing
+            buffer.rows[MEASURED, index, RECEIVED_COLUMNS] = (
+                rows[:, Column.NUM_ELEMENTS, None] * 0
+            )  # missing stays missing
             if buffer.sample_histogram is not None:
                 buffer.sample_histogram[index] *= is_bad
 
     def clear(self, slots: Sequence[int]) -> None:
         """Mark these parameters as without a gradient in the open sample."""
         for buffer, index in self._at(slots):
-            buffer.rows[index] = torch.nan
+            buffer.rows[:, index] = torch.nan
             buffer.witnesses.drop(slots)
             if buffer.sample_histogram is not None:
                 buffer.sample_histogram[index] = 0
 
     def set_loss_scale(self, scale: Tensor) -> None:
         """Record the open sample's loss scale: a scalar tensor on its device."""
-        self._on(scale.device).rows[-1, LOSS_SCALE] = scale.to(wide_dtype(scale.device))
+        self._on(scale.device).rows[MEASURED, -1, LOSS_SCALE] = scale.to(wide_dtype(scale.device))
 
     def set_found_inf(self, found_inf: Tensor) -> None:
         """Record that an optimizer skips its update where this scalar tensor is not 0."""
-        self._on(found_inf.device).rows[-1, FOUND_INF] = found_inf.to(wide_dtype(found_inf.device)).reshape(())
+        self._on(found_inf.device).rows[MEASURED, -1, FOUND_INF] = found_inf.to(wide_dtype(found_inf.device)).reshape(
+            ()
+        )
 
     def open_rows(self, slots: Sequence[int]) -> list[Tensor]:
         """The open sample's rows of these ascending slots on each device: [N, C], NaN on all devices but one."""
-        return [buffer.rows[index] for buffer, index in self._at(slots)]
+        return [buffer.rows[MEASURED, index] for buffer, index in self._at(slots)]
 
     def discard(self) -> None:
         """Discard the open sample, and open the next."""
@@ -157,7 +158,7 @@ class SampleBuffer:
 
     def peek(self, found: Mapping[str, Found]) -> ArrivedSample:
         """The open sample with these values by key. Waits for the device: the guard must decide before the step."""
-        rows = [self._pinned_pool.send(buffer.rows) for buffer in self._everywhere()]
+        rows = [self._pinned_pool.send(buffer.rows[:EARLIER]) for buffer in self._everywhere()]
         packed, known = self._packed(found)
         peeked = SampleTransfer(Sample(0, False, ()), self._num_names, rows, found=packed, known=known)
         peeked.arrived(wait=True)
@@ -177,14 +178,12 @@ class SampleBuffer:
                 buffer.add_sample_histogram()
         send = self._pinned_pool.send
         rows = [send(buffer.rows) for buffer in buffers]
-        earlier = [send(buffer.earlier) for buffer in buffers if buffer.earlier is not None]
-        received = [send(buffer.received) for buffer in buffers if buffer.received is not None]
         compared = [] if sample.left_out else [buffer.witnesses.compare() for buffer in buffers]
         witnesses = [(send(one.sums), one.num) for one in compared if one is not None]
         for buffer in buffers:
             buffer.forget_sample()
         packed, known = self._packed(found or {})
-        transfer = SampleTransfer(sample, self._num_names, rows, earlier, received, witnesses, packed, known)
+        transfer = SampleTransfer(sample, self._num_names, rows, witnesses, packed, known)
         self.sent.append(transfer)
 
     def _packed(self, found: Mapping[str, Found]) -> tuple[list[ProbeTransfer], dict[str, float]]:

@@ -38,6 +38,7 @@ from ..snapshot import keys
 from .witnesses import facts_of
 
 # P watched parameters, C columns, B histogram bins, F facts per parameter
+# L measurements of the gradients in one sample: 1, or 3 (device_buffer.py)
 
 # A probe's value in a sample: a number on the host, a 0-dim tensor on a device, a histogram, or sums. The names of the
 # metrics that follow from sums are appended to the key of the sums.
@@ -239,9 +240,7 @@ class SampleTransfer(NamedTuple):
 
     sample: Sample
     num_names: int
-    rows: Sequence[Transfer]
-    earlier: Sequence[Transfer] = ()
-    received: Sequence[Transfer] = ()
+    rows: Sequence[Transfer]  # [L, P + 1, C] each
     witnesses: Sequence[tuple[Transfer, FloatArray]] = ()  # as in Compared
     found: Sequence[ProbeTransfer] = ()
     known: Mapping[str, float] = {}  # the probes' values on the host
@@ -249,16 +248,14 @@ class SampleTransfer(NamedTuple):
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
         others = [found.transfer for found in self.found] + [transfer for transfer, _ in self.witnesses]
-        return all([one.arrived(wait=wait) for one in (*self.rows, *self.earlier, *self.received, *others)])
+        return all([one.arrived(wait=wait) for one in (*self.rows, *others)])
 
     def unpack(self) -> ArrivedSample:
-        packed = _taken(self.rows)
-        rows = self._joined(packed)
-        earlier = self._joined(_taken(self.earlier)) if self.earlier else None
-        received = self._joined(_taken(self.received)) if self.received else None
+        packed = [np.asarray(one.take(), dtype=np.float64) for one in self.rows]
+        rows_LPC = self._joined(packed)
         loss_scale, found_inf = np.nan, 0.0
         for one in packed:
-            scale, inf = one[-1, : FOUND_INF + 1].tolist()
+            scale, inf = one[0, -1, : FOUND_INF + 1].tolist()
             loss_scale = loss_scale if scale != scale else scale
             found_inf = inf if inf > found_inf else found_inf
         metrics = {keys.SAMPLE_EVERY: float(self.sample.every), **self.known}
@@ -272,10 +269,10 @@ class SampleTransfer(NamedTuple):
             is_finite = math.isfinite(loss)
             metrics |= {keys.LOSS: loss if is_finite else math.nan, keys.NUM_NONFINITE_LOSS: float(not is_finite)}
         skipped = self.sample.skipped or bool(found_inf)
-        untraced = _changed_without_a_trace(rows, earlier, self.sample)
-        if earlier is not None or received is not None:
-            metrics |= _what_happened(rows, earlier, received, self.sample, loss_scale)
-        facts = self._facts(len(rows))
+        untraced = _changed_without_a_trace(rows_LPC, self.sample)
+        if len(rows_LPC) > 1:
+            metrics |= _what_happened(rows_LPC, self.sample, loss_scale)
+        rows, facts = rows_LPC[0], self._facts(rows_LPC.shape[1])
         return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums, untraced, facts)
 
     def _facts(self, num_names: int) -> FloatArray | None:
@@ -293,47 +290,39 @@ class SampleTransfer(NamedTuple):
         return facts
 
     def _joined(self, packed: Sequence[FloatArray]) -> FloatArray:
-        """Join the rows of several devices, each of which is missing on all devices but one: [P, C]."""
+        """Join the rows of several devices, each of which is missing on all devices but one: [L, P, C]."""
         if len(packed) == 1:
-            return packed[0][:-1]
-        rows: FloatArray = np.full((self.num_names, NUM_COLUMNS), np.nan)
-        for device_rows in packed:
-            here = ~np.isnan(device_rows[:-1, Column.NUM_ELEMENTS])
-            rows[here] = device_rows[:-1][here]
-        return rows
+            return packed[0][:, :-1]
+        joined: FloatArray = np.full((max(map(len, packed), default=1), self.num_names, NUM_COLUMNS), np.nan)
+        for rows_LPC in packed:
+            here = ~np.isnan(rows_LPC[0, :-1, Column.NUM_ELEMENTS])
+            joined[: len(rows_LPC), here] = rows_LPC[:, :-1][:, here]
+        return joined
 
 
-def _taken(transfers: Sequence[Transfer]) -> list[FloatArray]:
-    return [np.asarray(one.take(), dtype=np.float64) for one in transfers]
-
-
-def _changed_without_a_trace(rows_PC: FloatArray, earlier_PC: FloatArray | None, sample: Sample) -> bool:
+def _changed_without_a_trace(rows_LPC: FloatArray, sample: Sample) -> bool:
     """Whether the second measurement of a seemingly unmodified gradient differs from the first."""
     if not sample.compared and not sample.compared_early:  # the usual case
         return False
-    at_step, early = list(sample.compared), list(sample.compared_early)
+    at_step, early, rows_PC = list(sample.compared), list(sample.compared_early), rows_LPC[0]
     looks = [(rows_PC[at_step, Column.GRAD_SUM_SQ], rows_PC[at_step, Column.RECEIVED_SUM_SQ])]
-    if earlier_PC is not None:
-        looks.append((earlier_PC[early, Column.GRAD_SUM_SQ], rows_PC[early, Column.GRAD_SUM_SQ]))
+    if len(rows_LPC) > 1:
+        looks.append((rows_LPC[1, early, Column.GRAD_SUM_SQ], rows_PC[early, Column.GRAD_SUM_SQ]))
     low, high = (1 - CLIP_TOLERANCE) ** 2, (1 + CLIP_TOLERANCE) ** 2
     return any(bool(np.any((after < low * before) | (after > high * before))) for before, after in looks)
 
 
-def _what_happened(
-    rows_PC: FloatArray,
-    earlier_PC: FloatArray | None,
-    received_PC: FloatArray | None,
-    sample: Sample,
-    loss_scale: float,
-) -> dict[str, float]:
+def _what_happened(rows_3PC: FloatArray, sample: Sample, loss_scale: float) -> dict[str, float]:
     """Whether a sample's gradients were clipped, and whether they were changed otherwise; corrects its rows in place.
 
-    `earlier` is NaN where gradients did not change before clipping, or before the update if torch's functions did not
-    clip them; `received` is NaN where they did not change afterwards.
+    The second measurement is NaN where gradients did not change before clipping, or before the update if torch's
+    functions did not clip them; the third is NaN where they did not change afterwards.
     """
+    rows_PC, earlier_PC, received_PC = rows_3PC
+    is_there_3P = ~np.isnan(rows_3PC[..., Column.NUM_ELEMENTS])
+    was_there, was_seen = is_there_3P[1:] & is_there_3P[0]
     shrunk = other = multiplied = False
-    if earlier_PC is not None:
-        was_there = ~np.isnan(earlier_PC[:, Column.NUM_ELEMENTS]) & ~np.isnan(rows_PC[:, Column.NUM_ELEMENTS])
+    if was_there.any():
         before = change_between(np.where(was_there[:, None], earlier_PC, rows_PC), rows_PC, sample.eps)
         shrunk, other = before.shrunk and not before.is_common, before.other and not before.is_common
         # If NaN and Inf arose after the backward, restore the rows that the backward left.
@@ -341,10 +330,9 @@ def _what_happened(
         restored = was_there & (num_now > 0) & (num_earlier == 0)
         if not sample.by_torch and before.is_clipping and np.nansum(rows_PC[:, Column.NUM_ELEMENTS]) > 1:
             # The step itself has changed them, and no reduction over ranks of several elements does that.
-            received_PC, restored, shrunk = rows_PC.copy(), was_there, False
+            received_PC, was_seen, restored, shrunk = rows_PC.copy(), is_there_3P[0], was_there, False
         rows_PC[restored, GRADIENT_COLUMNS] = earlier_PC[restored, GRADIENT_COLUMNS]
-    if received_PC is not None:
-        was_seen = ~np.isnan(received_PC[:, Column.NUM_ELEMENTS]) & ~np.isnan(rows_PC[:, Column.NUM_ELEMENTS])
+    if was_seen.any():
         received_PC = np.where(was_seen[:, None], received_PC, rows_PC)
         change = change_between(rows_PC, received_PC, sample.eps)
         if loss_scale != 1 and abs(change.factor / loss_scale - 1) < CLIP_TOLERANCE:
