@@ -123,7 +123,7 @@ def test_a_norm_that_could_not_be_seen_is_missing_and_the_clipped_one_is_there()
 def test_half_of_the_samples_clipped() -> None:
     clipped = window({"a": [5.0]})
     rows = clipped.rows.copy()
-    rows[0, 0, 10] = 1.0  # RECEIVED_SUM_SQ
+    rows[0, 0, Column.RECEIVED_SUM_SQ] = 1.0
     clipped = replace(clipped, rows=rows)
     scalars = HistoryRow.of(window({"a": [1.0]}, first_step=0).merge(clipped)).scalars()
     assert scalars["gradwatch/clip_ratio"] == 0.5

@@ -1,4 +1,7 @@
-"""Statistics on the CPU with torch and numpy: few passes over pieces of tensors that stay in the cache (cpu_pieces.py).
+"""Statistics on the CPU with torch and numpy, for everybody without numba, and until its loops are compiled.
+
+Few passes over pieces of tensors that stay in the cache (cpu_pieces.py). The loops need a fraction of the time,
+plain torch many times as much: `python -m benchmarks.cpu_rows --backends cpu compiled torch`.
 
 Extremes, zeros and NaN are found from the float's bits as integers (float_bits.py), which is exact for every value.
 Sums run in float32 if no square can overflow or vanish, otherwise in float64. Pieces with NaN or Inf are measured again

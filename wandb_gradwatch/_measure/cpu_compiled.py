@@ -1,4 +1,6 @@
-"""Statistics on the CPU with loops compiled by numba: one call for all tensors, given a table of their addresses.
+"""Statistics on the CPU for who has installed numba: one call of compiled loops for all tensors.
+
+The loops get a table of the tensors' addresses.
 
 If there is much to read, large tensors are cut into pieces, which as many threads share as torch uses; the rows of the
 pieces merge, always in the same order.

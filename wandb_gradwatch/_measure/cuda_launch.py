@@ -1,4 +1,4 @@
-"""Statistics on CUDA: fused Triton kernels read every gradient once, in a few launches, without a host sync.
+"""Statistics on CUDA where Triton is installed: fused kernels read every gradient once, in a few launches, no host sync.
 
     table of addresses --> measure_chunks: one program per chunk
                        --> measure_carefully: the remaining chunks           --> partials
