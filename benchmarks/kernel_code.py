@@ -94,7 +94,7 @@ def taken_by(compiled: Any) -> Taken:
         usage = re.search(r"REG:(\d+) STACK:(\d+)", _run_tool("cuobjdump", "--dump-resource-usage", str(path)))
         loop = _loop_that_reads(_run_tool("cuobjdump", "-sass", str(path)))
     assert usage is not None
-    num_elements = _num_bytes(loop) / (4 if "float32" in variant(compiled) else 2)
+    num_elements = _num_bytes(loop) / (4 if "float32" in variant(compiled) else 2) or 1
     counts = (
         len(loop),
         sum(_INTEGER_UNIT.match(name) is not None for name in loop),
@@ -117,7 +117,7 @@ def _loop_that_reads(sass: str) -> list[str]:
     jumps = [(int(target.group(1), 16), at) for at, text in code if (target := re.search(r"BRA.* (0x[0-9a-f]+)", text))]
     plain = [(at, re.sub(r"^@!?U?P\w+ ", "", text).split()[0]) for at, text in code]
     loops = [[name for at, name in plain if first <= at <= last] for first, last in jumps if first < last]
-    return max(loops, key=lambda loop: (_num_bytes(loop), -len(loop)))
+    return max(loops, key=lambda loop: (_num_bytes(loop), -len(loop)), default=[])  # none: there is no loop
 
 
 def _num_bytes(loop: list[str]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import torch
 from statistics_oracle import assert_row, expected_histogram, expected_row
 
 from wandb_gradwatch._measure import cuda as kernels
-from wandb_gradwatch._measure import cuda_launch, cuda_plan, reference
+from wandb_gradwatch._measure import cuda_launch, cuda_plan, generic, reference
 from wandb_gradwatch._measure.columns import AS_LEFT, IDENTITY_C, Column
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")  # with its index, as tensors have it
@@ -40,7 +41,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # sequence. Each operation has a relative error of at most 2**-24.
 TOLERANCE = (1 + 4 + CHUNK / ROUND) * 2.0**-24
 
-KERNELS = (kernels.measure_chunks, kernels.measure_carefully, kernels.fold)
+KERNELS = (kernels.measure_chunks, kernels.measure_carefully, kernels.fold, kernels.take_witnesses)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
@@ -187,13 +188,38 @@ def test_a_tensor_at_address_0_is_missing_not_zero() -> None:
     assert rows[1, Column.GRAD_SUM] == 3
 
 
+def test_witnesses_are_those_of_plain_torch() -> None:
+    dtypes = itertools.cycle(DTYPES)
+    sizes = (0, 1, 15, 16, 17, 63, 64, 65, 1000)
+    gradients = [torch.randn(size + 1).to(DEVICE, next(dtypes))[size % 2 :][:size] for size in sizes]
+    parameters = [torch.randn(size).to(DEVICE, next(dtypes)) for size in sizes]
+    for most in (16, 50, 64):
+        taken = cuda_launch.take_witnesses(gradients, parameters, most)
+        expected = generic.take_witnesses(gradients, parameters, most)
+        assert torch.equal(taken, expected)
+        # Elements 0, s, 2 s, ... for the stride s = 1000 // most, and then zeros for the first sizes.
+        last = gradients[-1].double()[:: 1000 // most][:most]
+        assert torch.equal(taken[0, -1], last)
+        assert taken[0, 0].count_nonzero() == 0
+
+
+def test_taking_witnesses_leaves_the_dead_threshold_where_it_is() -> None:
+    gradients = [torch.full((5,), 0.25, device=DEVICE)]
+    kwargs = {"dead_threshold": 0.25, "inverse_scale": None, "histogram": False}
+    cuda_launch.measure(gradients, gradients, **kwargs)
+    plan = cuda_launch.prepare(gradients, gradients, 0.25)
+    before = plan.table.device_table.tolist()
+    cuda_launch.take_witnesses(gradients, gradients, 16)
+    assert plan.table.device_table.tolist() == before
+
+
 def test_offsets_and_counts_are_right_beyond_32_bits() -> None:
     # Only the last chunks of a tensor of 2**33 + 2 * CHUNK elements exist; the table has the address of its first one.
     begin, here = 2**33, torch.arange(1.0, 2 * CHUNK + 1, device=DEVICE)
     plan = cuda_launch.prepare([here])
     plan.table.write([1, 0, here.data_ptr() - begin * here.element_size()])
     bytes_before = begin * here.element_size() * (torch.arange(4, device=DEVICE) == 1).unsqueeze(1)
-    elements_before = begin * (torch.arange(3, device=DEVICE) == 0).unsqueeze(1)
+    elements_before = begin * (torch.arange(4, device=DEVICE) == 0).unsqueeze(1)
     plan = replace(plan, chunks=plan.chunks + bytes_before, tensors=plan.tensors + elements_before)
     rows, histogram = cuda_launch.launch(plan, dead=False, inverse_scale=None, histogram=True)
     assert rows[0, Column.NUM_ELEMENTS] == begin + 2 * CHUNK
@@ -255,6 +281,7 @@ def test_warming_up_runs_every_kernel_without_a_model(monkeypatch: pytest.Monkey
             cuda_launch.measure(gradients, gradients, histogram=True, **kwargs)
             cuda_launch.measure(gradients, None, histogram=False, **kwargs)
             cuda_launch.measure_received(gradients, inverse_scale=scale)
+            cuda_launch.take_witnesses(natives, natives, 16)
     assert cuda_launch._compiled == compiled
 
 

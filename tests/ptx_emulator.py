@@ -532,6 +532,7 @@ _OPERATIONS: Final[dict[str, Callable[..., Array]]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
+    "div": lambda a, b: (a - np.fmod(a, b)) // b,  # of integers: towards zero
     "mad": _multiply_add,
     "fma": _multiply_add,
     "min": _extreme(np.fmin, np.minimum),

@@ -32,7 +32,7 @@ from benchmarks import kernel_code  # noqa: E402
 from benchmarks.fake_driver import FakeDriver, installed  # noqa: E402
 from benchmarks.kernel_code import compile_all, variant  # noqa: E402
 from wandb_gradwatch._measure import cuda as kernels  # noqa: E402
-from wandb_gradwatch._measure import cuda_launch, reference  # noqa: E402
+from wandb_gradwatch._measure import cuda_launch, generic, reference  # noqa: E402
 from wandb_gradwatch._measure import measure as door  # noqa: E402
 from wandb_gradwatch._measure.columns import Column  # noqa: E402
 
@@ -57,6 +57,7 @@ BUDGETS: dict[str, tuple[int, float | None]] = {
     "measure_carefully": (128, None),
     "measure_carefully histogram": (128, None),
     "fold": (128, None),
+    "take_witnesses": (64, None),
 }
 # Everything else: what a scale, a threshold or an address in a bucket asks for.
 MOST_REGISTERS, MOST_STACK = 168, 16
@@ -91,7 +92,7 @@ def test_no_variant_takes_much_more_and_each_has_its_cells_once() -> None:
 def test_few_variants_are_compiled_and_those_of_the_first_sample_first() -> None:
     made = compile_all(90, dtypes=[torch.bfloat16], in_buckets=False)
     first = ["measure_chunks bfloat16 histogram", "measure_chunks bfloat16 squares"]
-    first += ["measure_carefully histogram", "fold"]
+    first += ["measure_carefully histogram", "fold", "take_witnesses"]
     then = ["measure_chunks bfloat16", "measure_carefully", "measure_chunks bfloat16 scaled histogram"]
     assert [variant(compiled) for compiled in made] == first + then
 
@@ -178,6 +179,18 @@ def test_the_machine_code_computes_what_the_reference_does(
     assert len(emulated) <= 4
 
 
+@pytest.mark.parametrize("emulated", [80, 90], indirect=True)
+def test_the_machine_code_takes_the_same_witnesses_as_torch(emulated: list[str], memory: Memory) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    gradients = [torch.randn(size).to(dtype) for size in (0, 1, 63, 1000) for dtype in dtypes]
+    parameters = gradients[::-1]
+    for tensor in gradients:
+        memory.add(tensor)
+    expected = generic.take_witnesses(gradients, parameters, 50)
+    assert torch.equal(cuda_launch.take_witnesses(gradients, parameters, 50), expected)
+    assert len(emulated) == 1
+
+
 needs_blackwell = pytest.mark.skipif(VERSION < (3, 3), reason="this Triton does not know Blackwell, and aborts")
 
 
@@ -248,7 +261,12 @@ def test_a_folder_that_cannot_be_written_to_is_no_failure(monkeypatch: pytest.Mo
     nowhere = str(tmp_path / "file" / "cache")
     monkeypatch.setenv("TRITON_CACHE_DIR", nowhere)
     made = compile_all(86, dtypes=[torch.float64], in_buckets=False)
-    assert [variant(compiled) for compiled in made] == ["measure_carefully histogram", "fold", "measure_carefully"]
+    assert [variant(compiled) for compiled in made] == [
+        "measure_carefully histogram",
+        "fold",
+        "take_witnesses",
+        "measure_carefully",
+    ]
     assert os.environ["TRITON_CACHE_DIR"] == nowhere
 
 
@@ -318,9 +336,9 @@ def test_of_two_ranks_one_compiles_a_variant_and_the_other_finds_it(tmp_path: Pa
         rank.stdin.write("\n")
         rank.stdin.flush()
     counts = [[int(word) for word in rank.communicate(timeout=600)[0].split()] for rank in ranks]
-    # The careful kernel with a histogram and without one, and the fold.
-    assert [has for _, has in counts] == [3, 3]
-    assert sum(made for made, _ in counts) == 3
+    # The careful kernel with a histogram and without one, the fold, and the witnesses.
+    assert [has for _, has in counts] == [4, 4]
+    assert sum(made for made, _ in counts) == 4
 
 
 def test_a_sample_is_four_launches_and_no_more_calls_for_more_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The Triton kernels of the CUDA backend, launched by cuda_launch.py. The only file that imports Triton.
 
-The file is long because everything in it is compiled into three kernels, which share nearly all of it.
+The file is long because everything in it is compiled into a few kernels, which share nearly all of it.
 
     measure_chunks     ordinary chunks, in float32              --> partials [NUM_PARTIALS, M] --> fold --> rows [N, C]
     measure_carefully  float64, tensors' ends, refused chunks   -->
@@ -518,7 +518,7 @@ def measure_carefully(
 @triton.jit(do_not_specialize=["num_gradients", "num_tensors", "num_chunks"])
 def fold(
     table,
-    tensors,  # [3, N] int64: elements, first chunk, number of chunks
+    tensors,  # [4, N] int64: elements, first chunk, number of chunks, dtype
     partials,
     gradient_scale,  # 0-dim float64
     parameter_scale,  # 0-dim float64
@@ -589,3 +589,23 @@ def fold(
             tl.store(row + _RECEIVED_SUM_SQ, true_sq)
             tl.store(row + _RECEIVED_NUM_NAN, tl.sum(nans, axis=0))
             tl.store(row + _RECEIVED_NUM_INF, tl.sum(infs, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_tensors", "num_witnesses"])
+def take_witnesses(
+    table,
+    tensors,  # [4, N] int64: elements, first chunk, number of chunks, dtype
+    witnesses,  # [N, any] float64
+    num_tensors,  # N
+    num_witnesses,  # at most LANES
+    LANES: tl.constexpr,
+):
+    """Copy elements at a fixed stride of a tensor, followed by zeros if it has fewer."""
+    tensor = tl.program_id(0)
+    address = tl.load(table + 2 + tensor)
+    size = tl.where(address == 0, 0, tl.load(tensors + tensor))
+    dtype = tl.load(tensors + 3 * num_tensors + tensor)
+    lanes = tl.arange(0, LANES)
+    is_taken = (lanes < num_witnesses) & (lanes < size)
+    taken = _load_carefully(address, lanes * tl.maximum(size // num_witnesses, 1), is_taken, dtype)
+    tl.store(witnesses + tensor * num_witnesses + lanes, taken, mask=lanes < num_witnesses)

@@ -1,8 +1,9 @@
-"""Statistics on CUDA where Triton is installed: fused kernels read every gradient once, in a few launches, no host sync.
+"""Statistics on CUDA where Triton is installed: fused kernels read every gradient once, in a few launches.
 
     table of addresses --> measure_chunks: one program per chunk
                        --> measure_carefully: the remaining chunks           --> partials
                        --> fold: one program per gradient or parameter       --> rows [N, C]
+                       --> take_witnesses: one program per tensor            --> a few of its elements
 
 The chunks depend only on sizes and dtypes, and are uploaded once per plan. A sample uploads only the addresses, and
 only if one changed (AddressTable). The kernels are in cuda.py, the plans in cuda_plan.py.
@@ -26,7 +27,16 @@ from . import cuda as kernels
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS
 from .compilation import after_other_processes
 from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for, plan_for_few
-from .elements import Measurement, Scale, Tensors, add_implicit_zeros, current_stream, elements_of, readable
+from .elements import (
+    MAX_WITNESSES,
+    Measurement,
+    Scale,
+    Tensors,
+    add_implicit_zeros,
+    current_stream,
+    elements_of,
+    readable,
+)
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
 
 # N tensors, M chunks, C columns, B histogram bins
@@ -34,6 +44,7 @@ from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
 LANES: Final = 128  # of a program: four warps; each lane has four loads of 16 bytes in flight
 CHUNK: Final = 65_536  # most elements of a program: the work outside of its loop is then comparatively small
 CAREFUL_LANES: Final = 512  # elements that measure_carefully processes at once
+WITNESS_LANES: Final = MAX_WITNESSES  # a power of two
 FOLD_BLOCK: Final = 512  # partials of one column that a program of fold processes at once
 
 # The kernel variants that are compiled. Two threads must not compile at once, and a thread that needs the variant which
@@ -49,13 +60,13 @@ _one_at_a_time: Final = threading.Lock()
 _DTYPE: Final = attrgetter("dtype")
 
 
-def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead_threshold: float = 0.0) -> Plan:
+def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead_threshold: float | None = 0.0) -> Plan:
     """Upload the addresses of tensors, if they changed; the part of a sample that a CUDA graph must not capture.
 
     Args:
         gradients, parameters: contiguous, with dtypes in NATIVE_DTYPES, on one device; they must be kept alive until
             the launch that reads them is queued.
-        dead_threshold: the dead threshold of the gradients.
+        dead_threshold: the dead threshold of the gradients; None leaves the one that was uploaded last.
     """
     tensors = [*gradients, *parameters]
     addresses = list(map(Tensor.data_ptr, tensors))
@@ -63,7 +74,8 @@ def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead
     aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
     plan_of = plan_for_few if len(tensors) <= 2 else plan_for
     plan = plan_of(sizes, dtypes, aligned, len(gradients), LANES, CHUNK, device, current_stream(device))
-    plan.table.write([*_dead_words(dead_threshold), *addresses])
+    dead_words = plan.table.last[:2] or [0, 0] if dead_threshold is None else _dead_words(dead_threshold)
+    plan.table.write([*dead_words, *addresses])
     return plan
 
 
@@ -97,6 +109,21 @@ def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     with _one_at_a_time:  # the kernels measure only these columns for parameters
         rows_NC, _ = launch(prepare([], elements), dead=False, inverse_scale=inverse_scale, histogram=False)
     return rows_NC[:, RECEIVED_COLUMNS]
+
+
+def take_witnesses(gradients: Tensors, parameters: Tensors, num_witnesses: int) -> Tensor:
+    """Copy elements at a fixed stride of each tensor, as `generic.take_witnesses`: [2, N, any]. One launch."""
+    with _one_at_a_time:
+        plan = prepare(gradients, parameters, None)
+        return _launch_witnesses(plan, num_witnesses).view(2, len(gradients), num_witnesses)
+
+
+def _launch_witnesses(plan: Plan, num_witnesses: int, only_compile_for: torch.device | None = None) -> Tensor:
+    shape = (plan.num_tensors, num_witnesses)
+    witnesses = torch.empty(shape, dtype=torch.float64, device=plan.chunks.device)
+    given = (plan.table.device_table, plan.tensors, witnesses, plan.num_tensors, num_witnesses)
+    _queue(only_compile_for, kernels.take_witnesses, plan.num_tensors, *given, LANES=WITNESS_LANES)
+    return witnesses
 
 
 def launch(
@@ -241,10 +268,12 @@ def warm_up(
         # Kernels are compiled per dtype and alignment, independent of addresses and sizes.
         size = LANES * LOADS * ALIGNMENT // dtype.itemsize  # one round, so that there is an ordinary chunk
         tensors = [torch.empty(size + 1, dtype=dtype, device="cpu")[0 if aligned else 1 :]]
+        plan = prepare(tensors, tensors, dead_threshold)
         launch(
-            prepare(tensors, tensors, dead_threshold),
+            plan,
             dead=dead_threshold != 0,
             inverse_scale=inverse_scale,
             histogram=with_histogram,
             only_compile_for=device,
         )
+        _launch_witnesses(plan, MAX_WITNESSES, only_compile_for=device)

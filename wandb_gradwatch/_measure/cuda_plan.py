@@ -32,18 +32,18 @@ class AddressTable:
         self.device_table = torch.zeros(size, dtype=torch.int64, device=device)
         # Pinned memory, and events that are complete when the device has read it; the oldest upload is first.
         self._uploads: deque[tuple[Tensor, Event]] = deque()
-        self._last: list[int] | None = None
+        self.last: list[int] = []  # what it holds, if anything was written
 
     def write(self, values: list[int]) -> bool:
         """Make the table hold these values; return False if it holds them already."""
-        if values == self._last:
+        if values == self.last:
             return False
         on_host = torch.tensor(values, dtype=torch.int64, device="cpu")
         if self.device_table.device.type == "cuda":
             self._upload(on_host)
         else:
             self.device_table.copy_(on_host)
-        self._last = values  # only after the upload, which may raise
+        self.last = values  # only after the upload, which may raise
         return True
 
     def _upload(self, values: Tensor) -> None:
@@ -77,7 +77,7 @@ class Plan:
     num_tensors: int
     num_chunks: int
     chunks: Tensor  # [4, M] int64: tensor, first byte, elements, dtype
-    tensors: Tensor  # [3, N] int64: elements, first chunk, number of chunks
+    tensors: Tensor  # [4, N] int64: elements, first chunk, number of chunks, dtype
     one: Tensor  # 0-dim float64
     table: AddressTable  # [2 + N]
 
@@ -130,7 +130,7 @@ def _plan_of(
         num_tensors=len(sizes),
         num_chunks=len(tensor),
         chunks=upload(np.stack([tensor, start * itemsizes[tensor], length, dtype]), device),
-        tensors=upload(np.stack([sizes, first_chunk, num_chunks_of]), device),
+        tensors=upload(np.stack([sizes, first_chunk, num_chunks_of, codes]), device),
         one=torch.ones((), dtype=torch.float64, device=device),
         table=AddressTable(2 + len(sizes), device),
     )

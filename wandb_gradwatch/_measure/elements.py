@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .columns import GRADIENT_COLUMNS, IDENTITY_C, ZERO_BIN, ZERO_C, Column
 
+MAX_WITNESSES: Final = 64  # elements of one tensor that are kept from one sample to the next (_transfer/witnesses.py)
+
 Tensors = Sequence[Tensor]
 Scale = Tensor | None  # 0-dim
 

@@ -78,6 +78,24 @@ def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     return sums_N3
 
 
+def take_witnesses(gradients: Tensors, parameters: Tensors, num_witnesses: int) -> Tensor:
+    """Copy elements at a fixed stride of each tensor, followed by zeros if it has fewer: [2, N, any] in float64.
+
+    Args:
+        gradients, parameters: N each, contiguous, with dtypes in NATIVE_DTYPES.
+        num_witnesses: how many elements of each; at most MAX_WITNESSES.
+
+    Cost: a view of each tensor, and a copy of all.
+    """
+    device, pieces = gradients[0].device, []
+    for tensor in chain(gradients, parameters):
+        if (size := tensor.numel()) >= num_witnesses:
+            pieces.append(tensor.as_strided((num_witnesses,), (size // num_witnesses,)))
+        else:
+            pieces += (tensor.view(-1), tensor.new_zeros(num_witnesses - size))
+    return torch.cat(pieces).to(wide_dtype(device)).view(2, len(gradients), num_witnesses)
+
+
 def _of_all(elements: Sequence[Tensor], measure_alike: Callable[[list[Tensor], _Tiling], Tensor]) -> Tensor:
     """Apply a function to the tensors of each dtype, and return the results in the tensors' order: [N, any]."""
     by_dtype: dict[torch.dtype, list[int]] = {}

@@ -1,6 +1,7 @@
 """Measure the gradients of one device in one batched pass, with a backend.
 
-A backend is a module with two functions, `measure` and `measure_received`, with the signatures in reference.py.
+A backend is a module with two functions, `measure` and `measure_received`, with the signatures in reference.py. Those
+of other devices than the CPU have a third, `take_witnesses`.
 """
 
 import importlib
@@ -71,6 +72,15 @@ def measure_received(
     """
     result: Tensor = _run("measure_received", backend, gradients, inverse_scale=inverse_scale)
     return result
+
+
+def take_witnesses(gradients: Sequence[Tensor], parameters: Sequence[Tensor], num_witnesses: int) -> Tensor:
+    """Copy a few elements of N gradients and of N parameters on a device other than the CPU: [2, N, num_witnesses].
+
+    Arguments and result are those of `generic.take_witnesses`.
+    """
+    witnesses: Tensor = _run("take_witnesses", "auto", gradients, parameters, num_witnesses)
+    return witnesses
 
 
 def sum_sq(tensors: Sequence[Tensor]) -> Tensor:

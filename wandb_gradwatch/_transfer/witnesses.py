@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._measure import cpu_compiled
+from .._measure import cpu_compiled, generic
 from .._measure.columns import FloatArray, IntArray
-from .._measure.elements import all_readable, elements_of, wide_dtype
+from .._measure.elements import MAX_WITNESSES, all_readable, elements_of
+from .._measure.measure import take_witnesses
 
 # P watched parameters, N of them written at once, K witnesses of each
 
-MAX_WITNESSES: Final = 64  # of one parameter
 _MIN_WITNESSES: Final = 16
 _MAX_ELEMENTS: Final = 2**18  # of all parameters, 4 MB with their gradients: the more parameters, the fewer of each
 
@@ -67,7 +67,6 @@ class Witnesses(ABC):
         self._sizes_before = self._sizes.copy()
         self._num_before: FloatArray = np.zeros(num_names)  # of witnesses
         self._is_empty = True  # the open sample has no witnesses
-        self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @property
     def _most(self) -> int:
@@ -151,24 +150,6 @@ class Witnesses(ABC):
     def _forget(self) -> None:
         """Forget the witnesses of all samples."""
 
-    def _taken(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Copy elements at a fixed stride of each tensor, followed by zeros if it has fewer: [N, K]."""
-        most = self._most
-        pieces = []
-        for tensor, size in zip(tensors, map(Tensor.numel, tensors), strict=True):
-            if size >= most:
-                pieces.append(tensor.as_strided((most,), (size // most,)))
-            else:
-                pieces += (tensor.view(-1), self._padding(most - size, tensor))
-        flat = torch.cat(pieces)
-        return flat.to(wide_dtype(flat.device)).view(len(tensors), most)
-
-    def _padding(self, size: int, like: Tensor) -> Tensor:
-        kind = size, like.dtype
-        if kind not in self._paddings:
-            self._paddings[kind] = torch.zeros(size, dtype=like.dtype, device=like.device)
-        return self._paddings[kind]
-
 
 class HostWitnesses(Witnesses):
     """Witnesses on the CPU, which are compared as soon as they are taken, in one pass.
@@ -200,7 +181,8 @@ class HostWitnesses(Witnesses):
         slots_N: IntArray = np.arange(num_names) if len(slots) == num_names else np.array(slots, dtype=np.int64)
         if (loops := cpu_compiled.LOOPS.made) is not None:
             return cpu_compiled.take_witnesses(loops, tensors, slots_N, now, before, self._compared)
-        now[:, slots_N] = self._taken(tensors).numpy().reshape(2, len(slots), -1)
+        num = len(slots)
+        now[:, slots_N] = generic.take_witnesses(tensors[:num], tensors[num:], self._most).numpy()
         self._compared[:, slots_N] = _sums_on_host(now[:, slots_N], before[:, slots_N])
         return np.array(list(map(Tensor.numel, parameters)), dtype=np.int64)
 
@@ -227,7 +209,7 @@ class HostWitnesses(Witnesses):
 class DeviceWitnesses(Witnesses):
     """Witnesses on another device than the CPU, which are compared when the sample is complete: launches cost most.
 
-    Cost: a view of each tensor, one copy of all tensors of a dtype, and some ten launches to compare them.
+    Cost: one launch to take them with Triton, otherwise a view of each tensor; and some ten launches to compare them.
 
     Args:
         index_of: returns ascending slots as an index on the device.
@@ -240,23 +222,14 @@ class DeviceWitnesses(Witnesses):
         self._before: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        return (one for one in (self._now, self._before, *self._paddings.values()) if one is not None)
+        return (one for one in (self._now, self._before) if one is not None)
 
     def _take(self, slots: Sequence[int], gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> IntArray:
         num, tensors = len(slots), [*gradients, *parameters]
         sizes: IntArray = np.array(list(map(Tensor.numel, parameters)), dtype=np.int64)
         if not all_readable(tensors, "cuda"):
             tensors = list(map(_elements, tensors))
-        dtypes = [tensor.dtype for tensor in tensors]
-        if dtypes.count(dtypes[0]) == 2 * num:  # the usual case
-            self._put(slots, self._taken(tensors).view(2, num, -1))
-            return sizes
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-        for place, kind in enumerate(zip(dtypes[:num], dtypes[num:], strict=True)):
-            by_dtype.setdefault(kind, []).append(place)
-        for places in by_dtype.values():
-            some = [self._taken([tensors[begin + place] for place in places]) for begin in (0, num)]
-            self._put([slots[place] for place in places], torch.stack(some))
+        self._put(slots, take_witnesses(tensors[:num], tensors[num:], self._most))
         return sizes
 
     def _put(self, slots: Sequence[int], taken: Tensor) -> None:
