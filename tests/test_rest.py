@@ -266,7 +266,7 @@ def watched(loop, every):
     watcher, sink = watch(model, sample_every=every, log_every=20)
     rests = 0
     for _ in loop(model):
-        rests += watcher._sampler.counter is not None
+        rests += watcher._sampler.rest.is_on
     # The last step of a GAN or of a loop by hand closes at the next backward, or at the end.
     assert watcher.step in (STEPS, STEPS - 1)
     watcher.remove()
@@ -326,7 +326,7 @@ def test_a_watcher_that_begins_in_the_rest_of_another_one_sees_every_step_of_the
     resting, sink = watch(first, sample_every=10)
     for number in range(1, 25):
         step(first, optimizer, a=[number])
-    assert resting._sampler.counter is not None
+    assert resting._sampler.rest.is_on
     other, other_sink = watch(second, sample_every=1)
     for number in range(25, 41):
         optimizer.zero_grad()
@@ -344,7 +344,7 @@ def test_a_watcher_that_is_removed_in_a_rest_is_freed():
     for _ in range(20):
         step(model, optimizer, a=[1])
     sampler = weakref.ref(watcher._sampler)
-    assert sampler().counter is not None
+    assert sampler().rest.is_on
     watcher.remove()
     del watcher, sink
     gc.collect()
@@ -372,7 +372,7 @@ def test_a_rest_between_backwards_keeps_no_model_alive():
     watcher, _ = watch(model, sample_every=1000)
     for _ in by_hand(model):
         pass
-    assert watcher._sampler.counter is not None
+    assert watcher._sampler.rest.is_on
     parameter = weakref.ref(model.a)
     gc.disable()
     try:
@@ -387,7 +387,7 @@ def test_tensors_may_be_swapped_in_a_rest_between_backwards():
     watcher, _ = watch(model, sample_every=1000, log_every=1000)
     for _ in by_hand(model):
         pass
-    assert watcher._sampler.counter is not None
+    assert watcher._sampler.rest.is_on
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.to(torch.float64)  # fails for tensors that have weak references
@@ -410,7 +410,7 @@ def test_marked_updates_are_only_counted_in_a_rest(sample_every):
         model.loss(a=[number], b=[1]).backward()
         watcher.mark_step()
         assert watcher.step == number
-        is_resting = watcher._sampler.counter is not None
+        is_resting = watcher._sampler.rest.is_on
         assert [is_bare(model.a), is_bare(model.b)] == [is_resting] * 2
         rests += is_resting
     assert (rests > STEPS / 4) is (sample_every == 7)
@@ -462,7 +462,7 @@ def test_in_a_rest_and_at_the_end_parameters_are_as_if_never_watched():
     rests = 0
     for _ in range(30):
         step(model, optimizer, a=[1], b=[1])
-        is_resting = watcher._sampler.counter is not None
+        is_resting = watcher._sampler.rest.is_on
         assert [is_bare(model.a), is_bare(model.b)] == [is_resting] * 2
         rests += is_resting
     assert rests > 15
@@ -502,7 +502,7 @@ def test_what_torch_visits_is_left_there_where_several_threads_train():
         other.join()
     for _ in range(5):
         step(model, optimizer, a=[1])
-    assert watcher._sampler.counter is not None
+    assert watcher._sampler.rest.is_on
     assert model.a._backward_hooks == {}
     watcher.remove()
     assert model.a._backward_hooks == {}
@@ -540,7 +540,7 @@ def test_parameter_groups_that_are_taken_away_in_a_rest_stop_nothing():
     watcher, sink = watch(model, sample_every=10)
     for number in range(1, 31):
         if number == 16:
-            assert watcher._sampler.counter is not None
+            assert watcher._sampler.rest.is_on
             del optimizer.param_groups[0]
         model.zero_grad()
         model.loss(b=[number]).backward()

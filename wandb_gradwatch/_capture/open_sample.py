@@ -73,7 +73,7 @@ class OpenSample:
         parts, gradient = self._parts, parameter.grad
         if gradient is None:
             return
-        if parts.by_hand.inside_backward:
+        if parts.updates.in_hooks:
             self.measure_present([(slot, parameter)])
         if parts.probes.look_inside and parts.schedule.is_sampled and parts.shards.is_whole(parameter):
             parts.probes.tell(Probe.gradient_arrived, parts.registry.names[slot], gradient.detach())
@@ -129,7 +129,7 @@ class OpenSample:
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Measure clipped gradients where nothing will show them later: by hand, or inside a step that may use them."""
         entries = [entry for entry in self._clipped_among(parameters) if entry[1].grad is not None]
-        if not (self._parts.by_hand.possible and self._parts.rows_are_read):
+        if self._parts.updates.by_steps or not self._parts.rows_are_read:
             entries = [entry for entry in entries if entry[0] in self._used.states]
         if entries:
             self._measurer.measure_received(entries, None, whole=self._parts.rows_are_read)
@@ -138,7 +138,7 @@ class OpenSample:
 
     @property
     def _is_clipped_here(self) -> bool:
-        return self._parts.is_measured and not self._parts.clock.muted and current_graph_task() == -1
+        return self._parts.is_measured and not self._parts.hooks.muted and current_graph_task() == -1
 
     def _clipped_among(self, parameters: Sequence[Tensor]) -> list[Entry]:
         """The watched parameters among those being clipped; none while clipping is not measured."""
@@ -406,17 +406,18 @@ class OpenSample:
         )
         parts.window.commit(sample, found)
 
-    def leave_out_what_was_reset(self, *, has_accumulated: bool = False, is_last: bool = False) -> None:
-        """Commit a left-out sample if gradients were reset before an optimizer used them: the loop may skip steps.
+    def is_reset(self) -> bool:
+        """Whether most of the gradients that were looked at have been reset since."""
+        parts = self._parts
+        return bool(parts.seen.states) and were_reset(parts.seen.writes(parts.registry.scan()).values())
+
+    def leave_out(self) -> None:
+        """Commit a left-out sample: the gradients were reset before an optimizer used them. The loop may skip steps.
 
         Whether they were finite is known when their rows arrive. Finite ones were another use of a backward (SAM).
-        `is_last`: no step will follow, whether the gradients were reset or not.
         """
         parts = self._parts
-        if not parts.is_measured or parts.by_hand.possible:
-            return
-        writes = parts.seen.writes(parts.registry.scan() if parts.seen.states else ())
-        if not (is_last or were_reset(writes.values(), has_accumulated=has_accumulated)):
+        if not parts.is_measured:
             return
         if parts.schedule.is_sampled:
             sample = Sample(parts.clock.open_step, skipped=True, updated=(), left_out=True)

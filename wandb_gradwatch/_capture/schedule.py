@@ -181,13 +181,6 @@ class Schedule:
             self._samples_in_window, self._last_row = 0, self._clock.step
         self.open()
 
-    def take_back(self, num_steps: int) -> None:
-        """Undo steps that turned out not to be updates."""
-        self._next_sample -= num_steps
-        self.last_sample -= num_steps
-        self.num_measured = min(self.num_measured, self.num_steps)
-        self.begin_window()
-
     def look_closely(self) -> None:
         """Sample the next steps one by one, as far as the budget allows, because something is unusual."""
         is_allowed = self._budget.look_closely()

@@ -29,9 +29,10 @@ from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, current_graph_task
+from .._runtime.listeners import Listener
 from .._runtime.notices import CannotWatchError, Notices
 from .._runtime.sharding import Shards, is_sharded, world_size
-from .._runtime.steps import STEP_HOOKS, Listener, parameters_of
+from .._runtime.steps import STEP_HOOKS, parameters_of
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Found, Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
