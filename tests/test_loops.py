@@ -566,12 +566,12 @@ def test_a_late_step_that_is_skipped_joins_its_sample_like_any_other():
 
 def test_asking_for_the_newest_sample_makes_no_sample_of_a_backward_without_an_update():
     model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
     watcher, sink = watch(model)
     for gradient in (7, 8):  # backwards before the training, without an update
         model.zero_grad()
         model.loss(a=[gradient]).backward()
         assert watcher.latest is None
-    optimizer = SGD(model.parameters(), lr=0.0)
     for gradient in (1, 2):
         step(model, optimizer, a=[gradient])
     snapshot = samples(watcher, sink)

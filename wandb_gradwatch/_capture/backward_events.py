@@ -74,6 +74,8 @@ class BackwardEvents(Listener):
             self._see_loss(root_of(call))
         elif thread.is_here or not thread.runs_backward():
             self._is_running = False
+            if not thread.is_here:  # it was not seen to begin
+                self._is_settled, self._writes = False, None
             if self._parts.hooks.reached:
                 self._complete(root_of(call))
 
@@ -133,6 +135,7 @@ class BackwardEvents(Listener):
             return
         if parts.updates.by_steps or not parts.updates.are_made_by_code():
             self._sample.leave_out()
+            parts.wiring.were_reset()
         else:
             self._commits.updated_unseen()
 

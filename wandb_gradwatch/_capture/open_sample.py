@@ -51,6 +51,7 @@ class OpenSample:
         self._parts.loss_scale.assumed.clear()
         self._parts.loss_scale.forget()
         self._presumed: set[int] = set()  # slots marked only because a gradient is present, by no hook
+        self._taken_away: set[int] = set()  # slots that a backward has reached, and left without a gradient
         # Slots whose gradients looked unmodified but were compared by value: at the step, and before torch's clipping.
         self._compared: tuple[int, ...] = ()
         self._compared_early: tuple[int, ...] = ()
@@ -62,7 +63,10 @@ class OpenSample:
 
     def measure_present(self, entries: Iterable[Entry]) -> None:
         """Measure every gradient that is present, marked or not: hooks of swapped tensors may not have marked it."""
+        entries, marked = list(entries), self._parts.clock.marked
         present = [entry for entry in entries if entry[1].grad is not None]
+        if len(present) < len(entries):
+            self._taken_away = {slot for slot, parameter in entries if parameter.grad is None and slot in marked}
         self._clipped, self._received, self.by_torch = set(), set(), False  # those were of an earlier backward
         self._measurer.measure(present)
         self._drop_zeros_among(present)
@@ -285,7 +289,7 @@ class OpenSample:
         for slot, parameter in unclear:
             gradient = parameter.grad
             assert gradient is not None
-            told_of = slot in parts.clock.marked - self._presumed or slot in self._parts.seen.states
+            told_of = slot in parts.clock.marked - self._presumed - self._taken_away or slot in parts.seen.states
             is_old = told_of or slot in parts.clock.waited_for
             put_there = is_new(gradient) and not is_old and parts.would_tell(parameter)
             sorted_out[not put_there].append((slot, parameter))

@@ -163,8 +163,11 @@ class CaptureParts:
         return [*entries, *((NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self.registry.models()))]
 
     def take_off_hooks(self) -> None:
-        """Remove the hooks from all parameters until the next `follow`. Not to be called inside a backward."""
-        self.hooks.take_off(self._leaves(self.registry.scan()))
+        """Remove the hooks from all parameters until the next `follow`. Not to be called inside a backward.
+
+        The empty dictionaries that torch visits are removed too, unless another thread may be visiting them now.
+        """
+        self.hooks.take_off(() if self.thread.has_company else self._leaves(self.registry.scan()))
         self._followed = -1
 
     def would_tell(self, parameter: Tensor) -> bool:

@@ -3,12 +3,17 @@
 import gc
 from collections.abc import Collection
 from enum import Enum
+from typing import Final
 
 from torch.optim import Optimizer
 
 from .._runtime.notices import Notices
 from .._runtime.steps import parameters_of
 from .parameter_registry import ParameterRegistry
+
+# Backwards whose gradients were taken away, without a step of the optimizer that holds the parameters. With fewer the
+# micro-batches of a step may be under way, whose gradients are collected elsewhere and put back for it.
+_TAKEN_AWAY: Final = 16
 
 
 class MadeBy(Enum):
@@ -26,6 +31,7 @@ class Updates:
     def __init__(self, registry: ParameterRegistry, notices: Notices, *, by_steps: bool) -> None:
         self._registry, self._notices = registry, notices
         self.made_by = MadeBy.STEPS if by_steps else MadeBy.UNKNOWN
+        self._num_taken_away = 0
 
     @property
     def by_steps(self) -> bool:
@@ -42,9 +48,9 @@ class Updates:
         self.made_by = MadeBy.STEPS
 
     def are_made_by_code(self) -> bool:
-        """Whether the user's code makes the updates. Looks for an optimizer if that is not known yet: see `holds`."""
+        """Whether the user's code makes the updates. If that is not known yet, an optimizer is looked for."""
         if self.made_by is MadeBy.UNKNOWN:
-            if held_by_optimizers().isdisjoint(self._registry.slot_of_id):
+            if not self._are_held():
                 self.made_by = MadeBy.CODE
                 self._notices.say_once_per_process(
                     "no optimizer",
@@ -69,6 +75,9 @@ class Updates:
         if not sum(are_left) <= 1 < len(are_left):
             return False
         if self.made_by is MadeBy.UNKNOWN:
+            self._num_taken_away += 1
+            if self._num_taken_away < _TAKEN_AWAY and self._are_held():
+                return False
             self.made_by = MadeBy.HOOKS
             self._notices.say(
                 "updates inside the backward",
@@ -79,6 +88,10 @@ class Updates:
                 "each update.",
             )
         return True
+
+    def _are_held(self) -> bool:
+        """Whether an optimizer of this process holds a watched parameter."""
+        return not held_by_optimizers().isdisjoint(self._registry.slot_of_id)
 
 
 def held_by_optimizers() -> set[int]:

@@ -31,7 +31,8 @@ from .updates import held_by_optimizers
 _STEPS: Final = 3  # number of steps of each optimizer that are checked
 _AGAIN_EVERY: Final = 50  # after these, the sampled steps that are checked for gradients that are no longer reset
 _PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that raise an alert
-_FEWEST_BACKWARDS: Final = 20  # the same at the end of a run that has made no step at all
+# The same at the end of a run that has made no step at all, and where the gradients were reset before each backward
+_FEWEST_BACKWARDS: Final = 20
 # Steps of other models' optimizers before the first gradient of the watched one; samples before an optimizer's step
 _PATIENCE_IN_STEPS: Final = 100
 _PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
@@ -86,6 +87,7 @@ class Wiring:
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
         self._has_said_nothing_seen = False
         self._num_backwards = 0  # that have reached the watched model
+        self._num_resets = 0  # of their gradients, before the first step
         self._num_elsewhere = 0  # number of steps of other models' optimizers before the first sample
         # slot -> version of the parameter when watch() was called
         self._versions_at_begin = parameter_registry.versions()
@@ -153,6 +155,12 @@ class Wiring:
         self._num_backwards += 1
         if self._clock.backwards == _PATIENCE_IN_BACKWARDS:
             self._say_no_step(_PATIENCE_IN_BACKWARDS)
+
+    def were_reset(self) -> None:
+        """The gradients of a backward were reset, and no optimizer has used them: alert if none ever does."""
+        self._num_resets += 1
+        if self._num_resets == _FEWEST_BACKWARDS and not self._clock.num_closed:
+            self._say_no_step(_FEWEST_BACKWARDS)
 
     def _say_no_step(self, num: int) -> None:
         self._notices.alert(

@@ -85,6 +85,12 @@ class TrainingThread:
 
     def __init__(self) -> None:
         self._identity = threading.get_ident()
+        self._trained: set[int] = set()
+
+    @property
+    def has_company(self) -> bool:
+        """Whether several threads have trained: another one may be in a backward now."""
+        return len(self._trained) > 1
 
     def moves_here(self) -> None:
         """Record that the calling thread trains.
@@ -100,6 +106,7 @@ class TrainingThread:
                 "which no gradient can be read; call watch() once for each model that has its own thread"
             )
         self._identity = own
+        self._trained.add(own)
 
     @property
     def is_here(self) -> bool:
