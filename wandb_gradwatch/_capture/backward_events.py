@@ -1,6 +1,6 @@
 """Backwards of the watched models: closes the sample before each, and measures its gradients when it has returned."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class BackwardEvents(Listener):
     def _begin(self) -> None:
         if not self._is_running:
             self.gradients_are_used()
-        self._parts.hooks.reached.clear()
+        self._parts.hooks.take_reached()
         self._is_running, self._is_settled, self._writes = True, False, {}
         if self._clock.backwards or self._parts.wiring.is_carrying:
             self._look_before()
@@ -71,7 +71,7 @@ class BackwardEvents(Listener):
     def backward_ended(self, call: Call) -> None:
         thread = self._parts.thread
         if self._inside_schedule:
-            self._see_loss(root_of(call))
+            self._see_loss(root_of(call), self._parts.hooks.reached)
         elif thread.is_here or not thread.runs_backward():
             self._is_running = False
             if not thread.is_here:  # it was not seen to begin
@@ -100,7 +100,7 @@ class BackwardEvents(Listener):
         """A gradient is in place, before other hooks may take it away."""
         parts = self._parts
         if parts.updates.in_hooks or parts.probes.look_inside:
-            self._settle()
+            self._settle(frozenset())
             parts.clock.marked.add(slot)
             if parts.is_measured:
                 self._sample.gradient_arrived(slot, parameter)
@@ -110,13 +110,13 @@ class BackwardEvents(Listener):
         if not self._parts.hooks.reached or self._inside_schedule:
             return
         if current_graph_task() != -1:  # an optimizer that is fused into the backward
-            self._settle()
+            self._settle(frozenset())
         elif not self._parts.thread.is_another:
             self._is_running, self._is_settled, self._writes = False, False, None
             self._complete(None)
 
-    def _settle(self) -> None:
-        """Close what precedes the backward, once."""
+    def _settle(self, reached: frozenset[int]) -> None:
+        """Close what precedes the backward, once. `reached`: the slots that it has reached, if it has returned."""
         if self._is_settled:
             return
         self._is_settled, clock, parts = True, self._clock, self._parts
@@ -130,7 +130,7 @@ class BackwardEvents(Listener):
         if not writes:
             return
         if not parts.updates.by_steps:
-            writes = {slot: number for slot, number in writes.items() if slot in parts.hooks.reached}
+            writes = {slot: number for slot, number in writes.items() if slot in reached}
         if not were_reset(writes.values()):
             return
         if parts.updates.by_steps or not parts.updates.are_made_by_code():
@@ -140,14 +140,14 @@ class BackwardEvents(Listener):
             self._commits.updated_unseen()
 
     @contained
-    def _see_loss(self, root: Tensor | None) -> None:
-        """Add the loss that a backward was called on."""
+    def _see_loss(self, root: Tensor | None, reached: Collection[int]) -> None:
+        """Add the loss that a backward was called on, which has reached these slots."""
         parts, loss, scale = self._parts, self._parts.loss, self._parts.loss_scale
         parts.settle()
         scale.forget()
         if parts.rows_are_read and root is not None:
             parts.forward_facts.see_loss(root)
-            loss.see(root, scale.of_backward(root.device, parts.hooks.reached), of_all=scale.is_given)
+            loss.see(root, scale.of_backward(root.device, reached), of_all=scale.is_given)
 
     @contained
     def _complete(self, root: Tensor | None, *, of_schedule: bool = False) -> None:
@@ -156,8 +156,8 @@ class BackwardEvents(Listener):
         `root`: the tensor that the backward was called on; None if it is unknown, or its loss is already added.
         """
         parts, updates = self._parts, self._parts.updates
-        self._settle()
-        reached = frozenset(parts.hooks.reached)
+        reached = parts.hooks.take_reached()
+        self._settle(reached)
         self._clock.marked |= reached - {NO_SLOT}
         was_in_hooks = updates.in_hooks
         is_update = not parts.shards.uses_fsdp1 and updates.were_made_inside(reached, self._clock.open_step)
@@ -165,8 +165,7 @@ class BackwardEvents(Listener):
         if is_first_in_hooks:
             parts.hooks.tell_arrivals(parts.registry.scan())
         if not of_schedule:
-            self._see_loss(root)
-        parts.hooks.reached.clear()
+            self._see_loss(root, reached)
         if parts.is_measured and of_schedule:  # a zero-bubble schedule makes gradients that no hook notes
             self._sample.measure_unmarked(parts.follow())
         elif parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already

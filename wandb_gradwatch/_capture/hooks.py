@@ -60,7 +60,7 @@ class GradientHooks:
 
     def __init__(self, boundary: Boundary, on_arrival: Callable[[int, Tensor], None]) -> None:
         self._boundary, self._on_arrival = boundary, on_arrival
-        self.reached: set[int] = set()  # slots, until whoever uses them clears the set
+        self.reached: set[int] = set()  # slots, until they are taken
         self.muted = 0  # number of steps under way that evaluate their closure again; nothing is noted meanwhile
         self._task, self._accumulates = -1, False  # the newest graph task, and whether it accumulates gradients
         self._hooks: dict[int, _Hooks] = {}  # by id(parameter)
@@ -103,6 +103,11 @@ class GradientHooks:
             _remove(self._hooks[key])
         self._hooks, self._taken_off, self._kept = current, frozenset(), {}
         return new
+
+    def take_reached(self) -> frozenset[int]:
+        """Return the slots reached since the last call."""
+        reached, self.reached = frozenset(self.reached), set()
+        return reached
 
     def is_hooked(self, parameter: Tensor) -> bool:
         """Whether a backward that reaches this parameter notes it."""
