@@ -299,9 +299,6 @@ class Watcher:
         self._pipeline.merges = merge
         try:
             self._flush_window(final=True)
-            if self._parts.guard is not None:
-                self._parts.guard.learn(keep=0, raises=False)
-                self._say()
         except Exception as error:
             self._boundary.caught(error)  # what is meant for the training, as of on_alert, is raised below
         finally:

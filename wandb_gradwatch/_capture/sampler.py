@@ -19,7 +19,7 @@ from typing import Final
 
 from torch import Tensor
 
-from .._guard.step_skipping import take_over_votes
+from .._guard.voting import take_over_votes
 from .._runtime.autograd import current_graph_task
 from .._runtime.backwards import BACKWARDS
 from .._runtime.error_boundary import ErrorBoundary, contained
@@ -98,9 +98,9 @@ class Sampler:
             events.unsubscribe(listener)
         self._hooks.remove()
         if parts.guard is not None:
+            parts.guard.stop_voting()
             if not parts.thread.is_another:  # otherwise after_step() gives withheld gradients back
                 parts.guard.release()
-            STEP_HOOKS.unsubscribe(parts.guard)  # if the monitor has failed, it votes
         parts.probes.close()
         parts.forward_facts.remove()
 
