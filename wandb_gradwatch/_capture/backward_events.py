@@ -112,6 +112,13 @@ class BackwardEvents(Listener):
         if current_graph_task() != -1:  # an optimizer that is fused into the backward
             self._settle(frozenset())
         elif not self._parts.thread.is_another:
+            if not (self._is_running or self._parts.shards.any):  # it has not raised, nor does FSDP reduce by itself
+                self._parts.notices.say(
+                    "backward not seen",
+                    "a backward of the watched model was not called as torch.autograd.backward or loss.backward(), but "
+                    "perhaps by a name that was imported before watch(): its gradients are measured when they are "
+                    "clipped or used, and its loss is not. Call torch.autograd.backward, or import it after watch().",
+                )
             self._is_running, self._is_settled, self._writes = False, False, None
             self._complete(None)
 
