@@ -49,7 +49,7 @@ class BackwardEvents(Listener):
     @entry_point()
     def backward_begins(self) -> None:
         if self._parts.hooks.muted:
-            self._sample.forget_update()
+            self._sample.received.closure_runs_again()
         elif self._parts.thread.is_here and not self._inside_schedule:
             self._begin()
 
@@ -103,7 +103,7 @@ class BackwardEvents(Listener):
             self._settle(frozenset())
             parts.clock.marked.add(slot)
             if parts.is_measured:
-                self._sample.gradient_arrived(slot, parameter)
+                self._sample.fresh.measure_arrived(slot, parameter)
 
     def gradients_are_used(self) -> None:
         """Gradients are clipped, unscaled, used or read: look at those that no backward has handed over yet."""
@@ -173,11 +173,9 @@ class BackwardEvents(Listener):
             parts.hooks.tell_arrivals(parts.registry.scan())
         if not of_schedule:
             self._see_loss(root, reached)
-        if parts.is_measured and of_schedule:  # a zero-bubble schedule makes gradients that no hook notes
-            self._sample.measure_unmarked(parts.follow())
-        elif parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
+        if parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
             # Every backward may be the last before the step: the last group of micro-batches may be shorter.
-            self._sample.measure_present(parts.follow())
+            self._sample.measure_backward(parts.follow(), of_schedule=of_schedule)
         elif not updates.by_steps:
             parts.seen.note(parts.registry.scan())
         self._commits.commit(self._clock.backward_ended())

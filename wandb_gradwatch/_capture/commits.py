@@ -17,8 +17,8 @@ class Commits:
         self._seconds_at_commit = 0.0
         self._settled = (0.0, 0.0, 0.0)  # at the last sample: seconds spent, seconds of the host, and of the device
 
-    def commit(self, closed: Closed | None) -> None:
-        """Commit a closed sample and open the next one; None: no sample was closed."""
+    def commit(self, closed: Closed | None, *, is_inferred: bool = False) -> None:
+        """Commit a closed sample and open the next one; None: no sample was closed. `is_inferred`: see OpenSample."""
         if closed is None:
             return
         parts, schedule, boundary = self._parts, self._parts.schedule, self._parts.boundary
@@ -26,7 +26,7 @@ class Commits:
         if parts.guard is not None:
             parts.guard.end_step(closed.step)
         if schedule.is_sampled:
-            self._sample.close(closed)
+            self._sample.close(closed, is_inferred=is_inferred)
             self._settled = self._account()
             now, spent = time.perf_counter(), self._settled[0]
             schedule.add_sample(
@@ -47,9 +47,8 @@ class Commits:
 
         It may have used other tensors than `.grad`, as Keras' clipping does.
         """
-        self._sample.is_inferred = not self._parts.updates.in_hooks
         self._sample.updated_by_hand(())
-        self.commit(self._parts.clock.update())
+        self.commit(self._parts.clock.update(), is_inferred=not self._parts.updates.in_hooks)
 
     def flush_window(self, *, is_full: bool = False) -> None:
         """End the window after the last committed sample; `is_full` unless the user asks for it."""

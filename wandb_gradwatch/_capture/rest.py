@@ -124,7 +124,7 @@ class Rest(StepCounter):
         self._sample.begin()
         if before_step and parts.last_node != num_nodes_made():
             # A forward has run since the last counted step, and perhaps a backward without any hook.
-            self._sample.mark_present(entries)
+            self._sample.fresh.mark_present(entries)
 
     @entry_point(lambda: False)
     def begins(self, optimizer: Optimizer) -> bool:

@@ -2,7 +2,7 @@
 
     a backward has returned           Backwards   -> BackwardEvents  measure every gradient that is present
     a pipeline runs its micro-batches PipelineSchedules -> BackwardEvents  they are one backward
-    gradients are clipped, unscaled   GradScalers -> StepEvents      measure what has changed since the backward
+    gradients are clipped, unscaled   GradScalers -> ScalingEvents   measure what has changed since the backward
     an optimizer is about to step     StepHooks   -> StepEvents      measure what has changed, and what it receives
     all watchers have measured        StepHooks   -> StepEvents      with a guard: apply or skip the step
     the step delegates to another     StepHooks   -> StepEvents      measure what the step has changed so far
@@ -36,6 +36,7 @@ from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
 from .rest import Rest
 from .scaling import SCALERS
+from .scaling_events import ScalingEvents
 from .schedule import RankPlans
 from .step_events import StepEvents
 
@@ -63,7 +64,7 @@ class Sampler:
         self._backwards = BackwardEvents(parts, self._sample, commits, self.rest, deliver)
         self._steps = StepEvents(parts, self._sample, commits, self.rest, self._backwards, deliver)
         self._subscriptions = (
-            (SCALERS, self._steps),
+            (SCALERS, ScalingEvents(parts, self._sample, self._backwards, self._steps)),
             (BACKWARDS, self._backwards),
             (SCHEDULES, self._backwards),
             (STEP_HOOKS, self._steps),

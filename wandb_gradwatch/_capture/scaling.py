@@ -166,12 +166,14 @@ class GradScalers(Listeners):
         else:
             call.kwargs["parameters"] = parameters
         for listener in self._listeners:
-            listener.before_clipping(parameters)
+            if listener.counter is None:
+                listener.before_clipping(parameters)
 
     @entry_point()
     def _clip_ends(self, call: Call) -> None:
         for listener in self._listeners if call.found is not None else ():
-            listener.after_clipping(call.found)
+            if listener.counter is None:
+                listener.after_clipping(call.found)
 
 
 def _optimizer_in(call: Call) -> Optimizer | None:

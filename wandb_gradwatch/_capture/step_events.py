@@ -1,9 +1,8 @@
 """Steps of optimizers: measures what each receives, and closes the sample that is complete with it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from .._boundary import entry_point
@@ -23,7 +22,7 @@ from .scaling import SCALERS
 
 
 class StepEvents(Listener):
-    """Follows the optimizers that update watched parameters, their scalers, and what clips their gradients."""
+    """Follows the optimizers that update watched parameters."""
 
     def __init__(
         self,
@@ -105,21 +104,22 @@ class StepEvents(Listener):
                 return
         if not clock.num_closed and not clock.backwards and not inside_backward:
             entries = parts.follow()  # watch() was called between the backward and the step
-            self._sample.mark_present(entries)
+            self._sample.fresh.mark_present(entries)
             if not parts.is_measured:  # a measured step must not take them for what a backward has left
                 parts.seen.note(entries)
         parts.settle()
         if parts.is_measured:
-            self._sample.inspect(optimizer, inside_backward=inside_backward)
-            self._sample.follow_update(optimizer, changes_gradients=not is_torchs(type(optimizer).step))
+            received = self._sample.received
+            received.inspect(optimizer, inside_backward=inside_backward)
+            received.step_begins(optimizer, changes_gradients=not is_torchs(type(optimizer).step))
         self._sample.before_update(optimizer)
         parts.wiring.about_to_step(key)
 
     @contained
     def before_inner_step(self, optimizer: Optimizer, *, is_torchs: bool) -> None:
         if self._parts.is_measured and self._joining is None:
-            self._sample.inspect_inner(optimizer)
-            self._sample.follow_update(optimizer, changes_gradients=not is_torchs)
+            self._sample.received.inspect_inner(optimizer)
+            self._sample.received.step_begins(optimizer, changes_gradients=not is_torchs)
 
     def _is_outer(self, key: int) -> bool:
         """Whether an optimizer steps without a backward after others have updated all its parameters, as in local SGD.
@@ -169,7 +169,7 @@ class StepEvents(Listener):
             self._clock.join(key)
             return
         if parts.is_measured:
-            self._sample.after_update(optimizer)
+            self._sample.received.step_ended(optimizer)
         if parts.probes.active:
             self._sample.tell_of_update(Probe.after_update, optimizer)
         parts.wiring.stepped(optimizer, key)
@@ -201,23 +201,3 @@ class StepEvents(Listener):
         self._commits.commit(self._clock.step_ended(key, skipped=skipped, inside_backward=inside_backward))
         if current_graph_task() == -1:  # never deliver from within a tensor hook
             self._deliver()
-
-    @contained
-    def before_unscale(self, optimizer: Optimizer) -> None:
-        self._backwards.gradients_are_used()
-        if self._parts.is_measured:
-            self._sample.before_unscale(optimizer)
-
-    @contained
-    def after_unscale(self, optimizer: Optimizer) -> None:
-        if self._parts.is_measured:
-            self._sample.after_unscale(optimizer)
-
-    @entry_point()
-    def before_clipping(self, parameters: Sequence[Tensor]) -> None:
-        self._backwards.gradients_are_used()
-        self._sample.before_clipping(parameters)
-
-    @entry_point()
-    def after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        self._sample.after_clipping(parameters)

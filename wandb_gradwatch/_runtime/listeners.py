@@ -30,7 +30,7 @@ class Listener:
 
     @property
     def counter(self) -> StepCounter | None:
-        """Counts in place of the listener, which is not called for backwards, nor for the steps that this counts."""
+        """Counts in place of the listener, which is not called for backwards and clipping, nor for steps it counts."""
         return None
 
     def fail(self, error: Exception) -> None:
