@@ -93,13 +93,15 @@ class TrainingThread:
         return len(self._trained) > 1
 
     def moves_here(self) -> None:
-        """Record that the calling thread trains.
+        """Record that the calling thread trains; inside a backward, a device's thread may work for the one that does.
 
         Raises:
             CannotWatchError: another one is in a backward. While it writes to `.grad`, no other thread may even read
                 `.grad`.
         """
         own = threading.get_ident()
+        if current_graph_task() != -1:
+            return
         if own != self._identity and BACKWARDS.runs_in(self._identity):
             raise CannotWatchError(
                 "several threads train the models of one watcher, and one stepped while another ran a backward, during "
