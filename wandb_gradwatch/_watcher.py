@@ -444,7 +444,7 @@ class Watcher:
                         self._sampler.rest.end()  # the next step is run again
                     self._parts.replay.is_armed = True
                 if news.is_untraced:
-                    schedule.distrust_versions()
+                    schedule.comparisons.distrust_versions()
                 if news.is_unusual or news.kinds:
                     schedule.look_closely()
 

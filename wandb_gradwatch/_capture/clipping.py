@@ -41,7 +41,7 @@ class Clipping:
         found = parts.seen.inspect(entries, inside_backward=False)
         if found.late:
             self._measurer.measure(found.late)
-        compared = parts.schedule.compared(found.unchanged)  # a write through `.data` shows only in the values
+        compared = parts.schedule.comparisons.among(found.unchanged)  # a write through `.data` shows only in the values
         found.changed += compared
         self.compared += tuple(slot for slot, _ in compared if slot not in self.slots)
         found.changed, unclear = ([e for e in of if e[0] not in self.slots] for of in (found.changed, found.unclear))

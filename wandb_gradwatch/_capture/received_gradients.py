@@ -72,9 +72,9 @@ class ReceivedGradients:
             modified = [(slot, master) for slot, master in masters if slot in slots and master.grad is not None]
             if hidden := sorted(slots.difference(slot for slot, _ in modified)):
                 parts.window.hide_received(hidden)
-        elif compared := parts.schedule.compared(found.unchanged):
+        elif compared := parts.schedule.comparisons.among(found.unchanged):
             self.compared += tuple(slot for slot, _ in compared)
-            whole = parts.rows_are_read and not parts.schedule.trusts_versions
+            whole = parts.rows_are_read and not parts.schedule.comparisons.trusts_versions
             self._measurer.measure_received(compared, optimizer, whole=whole)
         if modified:
             self._measurer.measure_received(modified, optimizer, whole=parts.rows_are_read)
