@@ -209,15 +209,6 @@ class SampleBuffer:
             self._on(torch.device("cpu")).histogram = histogram
             self._histogram_steps = list(steps)
 
-    def leave_out_sent(self, step: int) -> None:
-        """Mark sent but unpolled samples as left out: the loop discarded their gradients before this step."""
-        sent, self.sent = self.sent, deque()
-        for transfer in sent:
-            if isinstance(transfer, SampleTransfer):
-                left_out = transfer.sample._replace(step=step, skipped=True, updated=(), left_out=True)
-                self.sent.append(transfer._replace(sample=left_out))
-        self._drop_histogram()
-
     def flush(self) -> None:
         """Send the histogram after the window's samples and begin the next window."""
         histograms = [buffer.histogram for buffer in self._everywhere() if buffer.histogram is not None]
