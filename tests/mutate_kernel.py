@@ -77,7 +77,6 @@ FAULTS = (  # one line each, however long
     Fault("launchers are not warmed up", LAUNCH, "kernels.build_launcher(kernel.warmup(*arguments, grid=(num_programs,), **constants))", "kernel.warmup(*arguments, grid=(num_programs,), **constants)"),
     Fault("an unchanged table is trusted too long", PLAN, "if values == self.last:", "if self.last:"),
     Fault("witnesses are the first elements", KERNEL, "lanes * tl.maximum(size // num_witnesses, 1)", "lanes"),
-    Fault("a short tensor has witnesses of its neighbour", KERNEL, "(lanes < num_witnesses) & (lanes < size)", "lanes < num_witnesses"),
     Fault("pinned memory in flight is reused", PLAN, "if self._uploads and self._uploads[0][1].query():", "if self._uploads:"),
     Fault("strides are ignored", "elements.py", "tensor.reshape(-1).contiguous()", "tensor.reshape(-1)"),
     Fault("CPU: the innermost negative is lost", PIECES, "nearest_G = np.minimum.reduceat(signed", "nearest_G = np.maximum.reduceat(signed"),
