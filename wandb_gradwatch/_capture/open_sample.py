@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._engines.shadow import EngineStep
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import contained
 from .._runtime.sharding import world_size
@@ -339,6 +340,17 @@ class OpenSample:
         if not abs(rate) <= abs(self._learning_rate) and not math.isnan(rate):
             self._learning_rate = rate
         self.tell_of_update(Probe.before_update, optimizer)
+
+    def receive_from(self, step: EngineStep) -> None:
+        """Record what an engine has made of the gradients in the step that has just ended."""
+        slots = sorted(self._parts.optimizers.slots(step).intersection(self._parts.seen.states))
+        if not slots or (step.outcome is not None and step.outcome.is_skipped):
+            return
+        factor = None if step.outcome is None else step.outcome.factor
+        if factor is None:  # the engine does not tell, or its step has raised
+            self._parts.window.hide_received(slots)
+        elif isinstance(factor, Tensor) or factor != 1:
+            self._parts.window.multiply_received(slots, factor)
 
     def so_far(self) -> dict[str, Number]:
         """Return what is known of the sample besides its rows, by key: the learning rate, and in one process the loss.

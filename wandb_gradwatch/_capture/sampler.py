@@ -8,6 +8,7 @@
     an optimizer has stepped          StepHooks     -> after_step          close the sample if it is complete
     a scaler unscales or skips        GradScalers   -> before_unscale, step_skipped
     a pipeline runs its micro-batches PipelineSchedules -> schedule_begins, schedule_ended: they are one backward
+    an engine is about to step        Shadow        -> gradients_complete  measure what the engine has averaged
 
 The SampleClock decides when a sample is complete; the sampler then commits it to the window. The file is long because
 every event of a training enters here, and their order is easier to see in one place.
@@ -23,13 +24,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._boundary import entry_point
+from .._engines.find import engine_since_watch
+from .._engines.shadow import EngineStep, shadow_of
 from .._guard.step_skipping import StepSkipping, take_over_votes
 from .._runtime.autograd import backward_root, current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.notices import CannotWatchError
 from .._runtime.pipelining import SCHEDULES, divisor_of, stages_of
 from .._runtime.rank_session import RankSession
-from .._runtime.sharding import refused_engine, world_size
+from .._runtime.sharding import world_size
 from .._runtime.steps import STEP_HOOKS, Listener, is_torchs
 from .._transfer.sample_buffer import SampleBuffer
 from .clock import Closed, SampleClock
@@ -99,10 +102,16 @@ class Sampler(Listener):
         SCALERS.subscribe(self)
         SCHEDULES.subscribe(self)
         STEP_HOOKS.subscribe(self)
+        for model in self.parts.registry.models():
+            if (shadow := shadow_of(model)) is not None:
+                shadow.attach(self, self._boundary)
 
     def stop(self) -> None:
         """Remove every hook and wrapper. Idempotent."""
         self._backward_rest.remove_witnesses()
+        for model in self.parts.registry.models():
+            if (shadow := shadow_of(model)) is not None:
+                shadow.detach()
         if current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company):
             self._boundary.run(self.parts.take_off_hooks, is_alone=True)  # it walks the model, which may fail
         self._boundary.stopped = True
@@ -139,6 +148,17 @@ class Sampler(Listener):
             self.parts.loss.rescale(torch.tensor(1 / divisor_of(schedule), dtype=torch.float64))
             self._gradients_complete(of_schedule=True)
 
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether the step to come is measured: an engine shows its gradients at such steps only."""
+        return self.counter is None and self.parts.is_measured
+
+    @contained
+    def gradients_complete(self) -> None:
+        """Measure the gradients of an engine, which is about to step. No hook has seen its backwards."""
+        self._gradients_begin(has_accumulated=False)
+        self._gradients_complete(of_schedule=True)
+
     @contained
     def _backward_begins(self, has_accumulated: bool) -> None:
         if not self._inside_schedule:
@@ -146,7 +166,7 @@ class Sampler(Listener):
 
     def _gradients_begin(self, *, has_accumulated: bool) -> None:
         is_first = not (self._clock.num_closed or self._clock.backwards or self._inside_backward)
-        if is_first and (why := refused_engine(self.parts.registry.models())) is not None:
+        if is_first and (why := engine_since_watch(self.parts.registry.models())) is not None:
             raise CannotWatchError(why)  # the engine was set up since watch()
         STEP_HOOKS.drop_raised()  # a step that raised must not keep the clock muted
         self.parts.thread.backward_begins()
@@ -289,7 +309,7 @@ class Sampler(Listener):
             if not self.parts.is_measured:  # a measured step must not take them for what a backward has left
                 self.parts.seen.note(entries)
         self.parts.settle()
-        if self.parts.is_measured:
+        if self.parts.is_measured and not isinstance(optimizer, EngineStep):
             self._sample.inspect(optimizer, inside_backward=inside_backward)
             self._sample.follow_update(optimizer, changes_gradients=not is_torchs(type(optimizer).step))
         self._sample.before_update(optimizer)
@@ -347,13 +367,18 @@ class Sampler(Listener):
             self._joining = None
             self._clock.join(key)
             return
-        if self.parts.is_measured:
+        is_skipped = False
+        if isinstance(optimizer, EngineStep):
+            is_skipped = optimizer.outcome is not None and optimizer.outcome.is_skipped
+            if self.parts.is_measured:
+                self._sample.receive_from(optimizer)
+        elif self.parts.is_measured:
             self._sample.after_update(optimizer)
         if self.parts.probes.active:
             self._sample.tell_of_update(Probe.after_update, optimizer)
         self.parts.wiring.stepped(optimizer, key)
         self.parts.last_node = num_nodes_made()
-        self._step_done(key, skipped=False, inside_backward=inside_backward)
+        self._step_done(key, skipped=is_skipped, inside_backward=inside_backward)
         if not inside_backward and current_graph_task() == -1 and self._step_rest.is_worth_it():
             self._commit(self._clock.close())  # as the next backward would
             self.counter = self._step_rest if self._step_rest.begin(optimizer) else None

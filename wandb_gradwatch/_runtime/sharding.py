@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -54,30 +54,6 @@ def world_size() -> int:
 def rank() -> int:
     """This process's rank in the default process group; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-_DEEPSPEED: Final = (
-    "a model that DeepSpeed trains cannot be watched: its engine averages and clips gradients in buffers of its own; "
-    "log engine.get_global_grad_norm() instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
-)
-_MAIN_GRAD: Final = (
-    "a model whose gradients are in parameter.main_grad cannot be watched: Megatron-core accumulates and averages them "
-    "there, and parameter.grad is this rank's own share or None; log the grad_norm that optimizer.step() returns "
-    "instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
-)
-
-
-def refused_engine(models: Iterable[nn.Module]) -> str | None:
-    """Why the engine that trains one of these models makes watching impossible, and what to do; None: it does not."""
-    modules = [module for model in models for module in model.modules()]
-    # DeepSpeed's engine shows by its class, or by the forward hooks that it puts on the model.
-    if "deepspeed" in sys.modules:
-        classes = (cls.__name__ for module in modules for cls in type(module).__mro__)
-        hooks = (getattr(hook, "__module__", "") for module in modules for hook in module._forward_pre_hooks.values())
-        if "DeepSpeedEngine" in classes or any(name.startswith("deepspeed.") for name in hooks):
-            return _DEEPSPEED
-    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
-    return _MAIN_GRAD if any(getattr(one, "main_grad", None) is not None for one in parameters) else None
 
 
 class Shards:
