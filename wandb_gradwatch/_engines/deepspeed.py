@@ -74,12 +74,15 @@ class DeepSpeed(Engine):
     def __init__(self, engine: Any, model: nn.Module) -> None:
         self._engine, self._model, self._optimizer = engine, model, engine.optimizer
         kind = {cls.__name__ for cls in type(self._optimizer).__mro__}
+        # The engine itself clips, without keeping the norm
+        self._is_plain = not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
         self._is_zero_3 = "DeepSpeedZeroOptimizer_Stage3" in kind
         self._is_bf16 = "BF16_Optimizer" in kind
         self._is_unfused = "FP16_UnfusedOptimizer" in kind
         self._is_zero_1_or_2 = "DeepSpeedZeroOptimizer" in kind
         self.clips = engine.gradient_clipping() > 0
-        self.scales = engine.fp16_enabled()
+        # The engine multiplies the loss for these optimizers only. The others divide the gradients all the same.
+        self.scales = engine.fp16_enabled() and hasattr(self._optimizer, "scale_if_loss")
         self.step = Function(engine, "_take_model_step")  # the part of `step` that is made once per update
         self.backward = Function(engine, "backward")
         self._norm: Tensor | None = None  # of all gradients of a measured step, where the engine does not keep it
@@ -153,7 +156,7 @@ class DeepSpeed(Engine):
         return max(0, min(size, parameter.ds_numel - rank * size))
 
     def see(self, gradients: Sequence[Tensor]) -> None:
-        if self.clips and not hasattr(self._optimizer, "_global_grad_norm"):  # float32 without ZeRO
+        if self.clips and self._is_plain:
             self._norm = nn.utils.get_total_norm(gradients)
 
     def groups(self, held: Sequence[Held]) -> list[tuple[Settings, list[Held]]]:
@@ -170,6 +173,10 @@ class DeepSpeed(Engine):
         return [(given, some) for given, some in zip(settings, found, strict=True) if some]
 
     def loss_scale(self) -> float | Tensor:
+        return self._divisor() if self.scales else 1.0
+
+    def _divisor(self) -> float | Tensor:
+        """Return the scale by which the optimizer divides the gradients."""
         for owner in (getattr(self._optimizer, "loss_scale_config", None), self._optimizer):
             if (scale := getattr(owner, "cur_scale", None)) is not None:
                 return scale
@@ -180,7 +187,7 @@ class DeepSpeed(Engine):
             return Outcome(is_skipped=True)
         # The gradients are divided by the scale that is in use after the step: in the step at which it grows, by more
         # than they were multiplied by.
-        scale, limit = self.loss_scale(), self._engine.gradient_clipping()
+        scale, limit = self._divisor(), self._engine.gradient_clipping()
         factor = loss_scale / scale
         if not self.clips:
             return Outcome(factor=factor)
