@@ -157,6 +157,8 @@ class Sampler(Listener):
     def gradients_complete(self) -> None:
         """Measure the gradients of an engine, which is about to step. No hook has seen its backwards."""
         self._gradients_begin(has_accumulated=False)
+        # The update uses every gradient that is there, also one of zeros that no backward has reached.
+        self._clock.marked.update(slot for slot, p in self.parts.registry.scan() if p.grad is not None)
         self._gradients_complete(of_schedule=True)
 
     @contained

@@ -9,6 +9,7 @@ Where the averaged gradient is when an update begins:
 """
 
 import gc
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -107,53 +108,53 @@ class DeepSpeed(Engine):
             shape, group = tuple(parameter.shape), parameter._dp_group
         else:
             return Held(name, parameter, tuple(parameter.shape))
-        mesh = mesh_of(group, parameter.device)
+        mesh = mesh_of(group, device=parameter.device)
         return Held(name, parameter, shape, mesh, () if mesh is None else (fragment(),))
 
     def values(self, one: Held) -> Tensor:
         parameter: Any = one.parameter
+        found: Tensor
         if self._is_zero_3:
-            of_group, begin, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-            size, masters = self._size(parameter), self._optimizer.fp32_partitioned_groups_flat[of_group]
-            is_wide = masters.dtype == getattr(self._optimizer, "gradient_accumulation_dtype", None)
-            return masters.narrow(0, begin, size) if is_wide else parameter.ds_tensor.view(-1)[:size]
+            group, begin, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+            masters = self._optimizer.fp32_partitioned_groups_flat[group]
+            is_wide = masters.dtype == self._gradient_dtype(parameter)
+            found = masters[begin:] if is_wide else parameter.ds_tensor.view(-1)
+            return found[: self._size(parameter)]
         if not hasattr(parameter, "_hp_mapping"):
-            return parameter.data
-        part = parameter._hp_mapping
-        dtype = self._gradient_dtype(parameter)
+            return one.parameter.data
+        part, dtype = parameter._hp_mapping, self._gradient_dtype(parameter)
         if part is None:
-            return parameter.new_empty(0, dtype=dtype)
-        return part.hp_fragment if part.hp_fragment.dtype == dtype else self._slice(part, parameter.data)
+            return one.parameter.new_empty(0, dtype=dtype)
+        found = part.hp_fragment if part.hp_fragment.dtype == dtype else _slice(part, parameter.data)
+        return found
 
     def gradient(self, one: Held) -> Tensor | None:
         parameter: Any = one.parameter
+        found: Tensor
         if self._is_zero_3:
             group, place = self._places.get(id(parameter), (-1, -1))
-            gradients = self._optimizer.averaged_gradients.get(group)
-            return None if gradients is None else gradients[place].view(-1)[: self._size(parameter)]
+            if (gradients := self._optimizer.averaged_gradients.get(group)) is None:
+                return None
+            found = gradients[place]
+            return found.view(-1)[: self._size(parameter)]
         if not hasattr(parameter, "_hp_mapping"):
-            return parameter.grad
-        part = parameter._hp_mapping
-        if part is None:
-            return parameter.new_empty(0, dtype=self._gradient_dtype(parameter))
+            return one.parameter.grad
+        if (part := parameter._hp_mapping) is None:
+            return one.parameter.new_empty(0, dtype=self._gradient_dtype(parameter))
         if part.gradient_dict.get(part.param_group_index) is None:
             return None
-        gradient = part.get_lp_grad_fragment(parameter._index_in_param_group)
-        return self._slice(part, gradient) if self._is_bf16 else gradient.view(-1)
+        found = part.get_lp_grad_fragment(parameter._index_in_param_group)
+        return _slice(part, found) if self._is_bf16 else found.view(-1)
 
-    def _gradient_dtype(self, parameter: Tensor) -> torch.dtype:
+    def _gradient_dtype(self, parameter: Any) -> torch.dtype:
         name = "grad_acc_dtype" if self._is_bf16 else "gradient_accumulation_dtype"
-        return getattr(self._optimizer, name, parameter.dtype)
-
-    def _slice(self, part: Any, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole parameter or gradient."""
-        address = part.lp_fragment_address
-        return whole.view(-1).narrow(0, address.start, address.numel)
+        found: torch.dtype = getattr(self._optimizer, name, parameter.dtype)
+        return found
 
     def _size(self, parameter: Any) -> int:
         """Return the number of elements that this rank holds, without the padding of ZeRO 3."""
         size, rank = parameter.ds_tensor.numel(), dist.get_rank(parameter.ds_process_group)
-        return max(0, min(size, parameter.ds_numel - rank * size))
+        return max(0, min(int(size), int(parameter.ds_numel) - rank * int(size)))
 
     def see(self, gradients: Sequence[Tensor]) -> None:
         if self.clips and self._is_plain:
@@ -175,11 +176,11 @@ class DeepSpeed(Engine):
     def loss_scale(self) -> float | Tensor:
         return self._divisor() if self.scales else 1.0
 
-    def _divisor(self) -> float | Tensor:
+    def _divisor(self) -> float:
         """Return the scale by which the optimizer divides the gradients."""
         for owner in (getattr(self._optimizer, "loss_scale_config", None), self._optimizer):
             if (scale := getattr(owner, "cur_scale", None)) is not None:
-                return scale
+                return float(scale)
         return 1.0
 
     def outcome(self, result: Any, loss_scale: float | Tensor) -> Outcome:
@@ -195,7 +196,10 @@ class DeepSpeed(Engine):
         if norm is None:
             return Outcome(factor=None)
         excess = (norm + _EPSILON) / limit
-        return Outcome(factor=factor / (excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(excess, 1.0)))
+        if not isinstance(excess, Tensor):
+            return Outcome(factor=factor / max(excess, 1.0))
+        # A norm of NaN or Inf is negative in DeepSpeed, and taken for infinite.
+        return Outcome(factor=factor / torch.where(norm < 0, math.inf, excess).clamp(min=1.0))
 
     def _unscaled_norm(self, before: float | Tensor, after: float | Tensor) -> Any:
         """Return the norm that DeepSpeed limits: that of the gradients divided by the scale `after` the step."""
@@ -211,3 +215,9 @@ class DeepSpeed(Engine):
     def loss_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
         given = dict(zip(("loss", "retain_graph", "scale_wrt_gas"), args, strict=False)) | dict(kwargs)
         return given.get("loss"), not given.get("scale_wrt_gas", True)
+
+
+def _slice(part: Any, whole: Tensor) -> Tensor:
+    """Return this rank's part of a whole parameter or gradient."""
+    address = part.lp_fragment_address
+    return whole.view(-1).narrow(0, address.start, address.numel)

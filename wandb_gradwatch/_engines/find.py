@@ -1,19 +1,13 @@
 """Finds the engine that trains a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
 from .._runtime.wrappers import unwrapped
-from . import deepspeed
+from . import deepspeed, megatron
 from .shadow import Shadow
-
-_MAIN_GRAD: Final = (
-    "a model whose gradients are in parameter.main_grad cannot be watched: Megatron-core accumulates and averages them "
-    "there, and parameter.grad is this rank's own share or None; log the grad_norm that optimizer.step() returns "
-    "instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
-)
 
 
 def shadow_for(model: nn.Module) -> Shadow | None:
@@ -28,8 +22,12 @@ def shadow_for(model: nn.Module) -> Shadow | None:
             raise ValueError(f"watch(): {why}")
         inner = unwrapped(model)
         return Shadow(deepspeed.DeepSpeed(engines[-1], inner), inner)
-    if _has_main_grad(model):
-        raise ValueError(f"watch(): {_MAIN_GRAD}")
+    if megatron.has_main_grad(model):
+        optimizer = megatron.optimizer_of(model)
+        if (why := megatron.refusal(model, optimizer)) is not None:
+            raise ValueError(f"watch(): {why}")
+        inner = unwrapped(model)
+        return Shadow(megatron.MegatronCore(inner, optimizer), inner)
     return None
 
 
@@ -57,8 +55,4 @@ def engine_of(model: nn.Module) -> str | None:
     """Return the name of the engine that trains this model; None without one."""
     if deepspeed.engines_that_train(model):
         return "DeepSpeed"
-    return "Megatron-core" if _has_main_grad(model) else None
-
-
-def _has_main_grad(model: nn.Module) -> bool:
-    return any(getattr(parameter, "main_grad", None) is not None for parameter in model.parameters())
+    return "Megatron-core" if megatron.has_main_grad(model) else None

@@ -7,13 +7,22 @@ import torch
 import torch.distributed as dist
 
 
-def mesh_of(group: Any, device: torch.device) -> Any:
-    """Return the mesh of a process group; None if the group has one rank. No rank communicates."""
-    if dist.get_world_size(group) == 1:
+def mesh_of(*groups: Any, device: torch.device) -> Any:
+    """Return the mesh of one or two process groups that cross in this rank; None if it has one rank.
+
+    All groups of a kind are taken to be alike: with two, a rank of the first and one of the second are the row and the
+    column of one rank. No process group is made, and no rank communicates.
+    """
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    if all(len(some) == 1 for some in ranks):
         return None
     from torch.distributed.device_mesh import DeviceMesh
 
-    return DeviceMesh.from_group(group, device.type)
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device.type)
+    rows, columns = ranks
+    grid = [[row + column - dist.get_rank() for column in columns] for row in rows]
+    return DeviceMesh.from_group(list(groups), device.type, mesh=grid, mesh_dim_names=("rows", "columns"))
 
 
 @functools.cache
@@ -25,3 +34,10 @@ def fragment() -> Any:
     from torch.distributed.tensor import Shard
 
     return type("Fragment", (Shard,), {})(0)
+
+
+def replicate() -> Any:
+    """Return the placement of a whole parameter on every rank."""
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()

@@ -129,7 +129,8 @@ class Shadow:
         if is_measured:
             self._boundary.run(self._show_gradients)
             observer.gradients_complete()
-        self._optimizer.make = partial(self._make, function, call, self.engine.loss_scale())
+        scale = self.engine.loss_scale() if is_measured else None
+        self._optimizer.make = partial(self._make, function, call, scale)
         try:
             self._optimizer.step()
         finally:
@@ -138,11 +139,13 @@ class Shadow:
                 for parameter in self._parameters:
                     parameter.grad = None
 
-    def _make(self, function: Callable[..., Any], call: Call, loss_scale: float | Tensor) -> Outcome | None:
-        """Make the engine's step. Its exceptions are the user's."""
+    def _make(self, function: Callable[..., Any], call: Call, loss_scale: float | Tensor | None) -> Outcome | None:
+        """Make the engine's step, whose exceptions are the user's. Returns its outcome, if it is measured."""
         call.is_made = True
         with RaisedToTheUser():
             call.result = function(*call.args, **call.kwargs)
+        if loss_scale is None:
+            return None
         return self._boundary.run(self.engine.outcome, call.result, loss_scale)
 
     def _show_gradients(self) -> None:

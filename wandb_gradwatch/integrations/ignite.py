@@ -70,7 +70,8 @@ class GradWatch(Watching):
         watch_options: further arguments of `wandb_gradwatch.watch`: scaler, log_every, rules, include, ...
 
     Raises:
-        ValueError: an argument is out of range, `rule` is combined with limits, or DeepSpeed or Megatron-core trains the model.
+        ValueError: an argument is out of range, `rule` is combined with limits, or the model is under an engine
+            (DeepSpeed, Megatron-core).
         TypeError: an argument has the wrong type, or is not one of `wandb_gradwatch.watch`.
 
     Cost: one additional pass over the gradients and one read from the device for each backward before an update;
