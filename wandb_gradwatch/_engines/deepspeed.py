@@ -185,7 +185,8 @@ class DeepSpeed(Engine):
 
     def outcome(self, result: Any, loss_scale: float | Tensor) -> Outcome:
         if not self._engine.was_step_applied():
-            return Outcome(is_skipped=True)
+            # Without a loss scale, which overflows now and then, NaN and Inf are a fault of the training.
+            return Outcome(is_skipped=self.scales)
         # The gradients are divided by the scale that is in use after the step: in the step at which it grows, by more
         # than they were multiplied by.
         scale, limit = self._divisor(), self._engine.gradient_clipping()

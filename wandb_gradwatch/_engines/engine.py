@@ -28,7 +28,7 @@ class Held:
 class Outcome:
     """What the engine's step has made of the gradients that were there before."""
 
-    is_skipped: bool = False
+    is_skipped: bool = False  # loss scaling has skipped the update
     # The gradients that the update used, divided by those before the step and by the inverse of the loss scale. A
     # tensor is on the device of the gradients and has one element. None: the engine does not tell.
     factor: float | Tensor | None = 1.0

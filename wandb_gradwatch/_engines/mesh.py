@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._runtime.sharding import world_size
+
 
 def mesh_of(*groups: Any, device: torch.device) -> Any:
     """Return the mesh of one or two process groups that cross in this rank; None if it has one rank.
@@ -13,6 +15,8 @@ def mesh_of(*groups: Any, device: torch.device) -> Any:
     All groups of a kind are taken to be alike: with two, a rank of the first and one of the second are the row and the
     column of one rank. No process group is made, and no rank communicates.
     """
+    if world_size() == 1:
+        return None
     ranks = [dist.get_process_group_ranks(group) for group in groups]
     if all(len(some) == 1 for some in ranks):
         return None
