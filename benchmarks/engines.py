@@ -57,9 +57,9 @@ HEAD = ("norm", "per layer", "after clipping", "steps", "histogram", "a NaN name
 
 
 @contextlib.contextmanager
-def _nan_in_backward(parameters: list[Any]) -> Iterator[None]:
-    """Make this rank's part of the first gradient NaN, before an engine averages it if hooks see it then."""
-    first = parameters[0]
+def _nan_in_backward(parameters: list[Any], number: int) -> Iterator[None]:
+    """Make this rank's part of a gradient NaN, before an engine averages it if hooks see it then."""
+    first = parameters[number]
 
     def spoil(parameter: Any) -> None:
         parameter.grad.mul_(torch.nan)
@@ -93,7 +93,7 @@ def _train(name: str, rank: int, world: int, *, poisoned: bool = False, **option
         if optimizer is not None:
             optimizer.zero_grad()
         is_bad = poisoned and rank == BAD_RANK and step + 1 == BAD_STEP
-        with _nan_in_backward(training.parameters) if is_bad else contextlib.nullcontext():
+        with _nan_in_backward(training.parameters, training.bad) if is_bad else contextlib.nullcontext():
             training.backward(step)
         if optimizer is None:
             training.update()
@@ -152,7 +152,8 @@ def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
         "histogram": _histogram_error(snapshot, order, truth),
         "untouched": same,
         "rank of NaN": any(f"on rank {BAD_RANK}" in text for text in messages),
-        "layer of NaN": any(snapshot.names[order[0]] in text for text in messages),
+        "layer of NaN": any(snapshot.names[order[training.bad]] in text for text in messages),
+        "skipped": bool(bad_sink.merged().skipped[BAD_STEP - 1]),
         "said": said,
         "alerts": messages,
     }
@@ -234,7 +235,8 @@ def line(name: str, found: dict[str, Any]) -> str:
     most = 0.01 if found["precision"].endswith(("64", "32")) else 0.1
     histogram = "right" if found["histogram"] <= most else f"**{found['histogram']:.0%} of elements elsewhere**"
     named = [what for what in ("rank", "layer") if found[f"{what} of NaN"]]
-    answers = [" and ".join(named) or "**nothing**", _said(found["untouched"]), _said(found["ends"])]
+    nothing = "nothing: loss scaling skips the step" if found["skipped"] else "**nothing**"
+    answers = [" and ".join(named) or nothing, _said(found["untouched"]), _said(found["ends"])]
     return f"| {' | '.join([*cells, norm, per_layer, received, steps, histogram, *answers])} |"
 
 

@@ -94,6 +94,7 @@ class Training:
     are_stages: bool = False  # each rank has parameters of its own
     truth: Callable[..., Truth] = one_process  # of the number of ranks, and the limit `clip` of the norm
     precision: str = "float64"
+    bad: int = 0  # the number of the parameter of which a gradient becomes NaN
     rename: Callable[[str], str] = str  # a parameter's name in this engine to its name in one process
 
     @property

@@ -111,7 +111,9 @@ def _train(
 
     truth = functools.partial(one_process, make=_adam) if is_divided else one_process
     precision = "bfloat16" if is_half else "float32"
-    return Training(model, backward, update=update, truth=truth, precision=precision)
+    # With tensor parallelism, the first parameter is the same on all ranks, and that of rank 0 is counted.
+    bad = 3 if tensor_parallel > 1 else 0
+    return Training(model, backward, update=update, truth=truth, precision=precision, bad=bad)
 
 
 _DIVIDED = {"is_divided": True}
