@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .engine import Engine, Function, Held, Outcome, Settings
-from .mesh import fragment, mesh_of, replicate
+from .mesh import fragment, mesh_of, replicate, shard
 
 _EPSILON: Final = 1e-6  # Megatron-core adds it to the norm
 _INSTEAD: Final = "or log the grad_norm that optimizer.step() returns instead"
@@ -124,7 +124,9 @@ class MegatronCore(Engine):
         mesh = mesh_of(data_parallel, tensor_parallel, device=parameter.device)
         if mesh is None or (optimizer is None and not is_cut and mesh.size() == dist.get_world_size()):
             return Held(name, parameter, tuple(shape))
-        placements = (replicate() if optimizer is None else fragment(), fragment() if is_cut else replicate())
+        is_even = optimizer is None and getattr(parameter, "partition_stride", 1) == 1
+        cut = shard(parameter.partition_dim) if is_cut and is_even else fragment()
+        placements = (replicate() if optimizer is None else fragment(), cut if is_cut else replicate())
         return Held(name, parameter, tuple(shape), mesh, placements)
 
     def values(self, one: Held) -> Tensor:

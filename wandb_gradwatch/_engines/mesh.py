@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._runtime.sharding import world_size
+from .._runtime.sharding import FRAGMENT, world_size
 
 
 def mesh_of(*groups: Any, device: torch.device) -> Any:
@@ -37,7 +37,14 @@ def fragment() -> Any:
     """
     from torch.distributed.tensor import Shard
 
-    return type("Fragment", (Shard,), {})(0)
+    return type(FRAGMENT, (Shard,), {})(0)
+
+
+def shard(dimension: int) -> Any:
+    """Return the placement of equal parts along a dimension."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(dimension)
 
 
 def replicate() -> Any:

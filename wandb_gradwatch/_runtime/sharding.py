@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor, nn
+
+FRAGMENT: Final = "Fragment"  # the class of the placements of what an engine has averaged and divided
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -62,6 +64,7 @@ class Shards:
     def __init__(self) -> None:
         self.any = False  # whether any parameter is sharded; the same on every rank
         self.uses_fsdp1 = False
+        self.are_averaged = False  # by an engine: the rank that holds NaN need not be the one that has made it
         self._rank = rank()  # known here: the user may destroy the default group before the last window ends
         # By the slot of a sharded parameter: the ranks that hold its shards, and whether this rank's shard is counted,
         # if these ranks include the parameter's first rank. Shards of other ranks are replicas.
@@ -78,6 +81,7 @@ class Shards:
             self._shares.pop(slot, None)
             if is_sharded(parameter):
                 self._shares[slot] = _share_of(parameter)
+                self.are_averaged |= any(type(one).__name__ == FRAGMENT for one in cast("Any", parameter).placements)
             elif id(parameter) in flat:
                 self._shares[slot] = frozenset(range(world_size())), flat[id(parameter)]
         self.any |= bool(self._shares)
