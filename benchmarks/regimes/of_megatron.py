@@ -17,7 +17,7 @@ _MICRO_BATCHES = 2
 _EPSILON = 1e-3  # of Adam: with less, an update would be the sign of a gradient that rounding decides
 
 
-class _OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode):
     """Makes tensors for a CUDA device on the CPU, and answers that tensors on the CPU are on a CUDA device."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ def _train(
         bf16=is_half,
         params_dtype=dtype,
     )
-    on_cpu = _OnCpu()
+    on_cpu = OnCpu()
     with on_cpu:
         inner = (_tensor_parallel(config) if tensor_parallel > 1 else whole()).to(dtype)
         averages = DistributedDataParallelConfig(use_distributed_optimizer=is_divided, grad_reduce_in_fp32=True)
