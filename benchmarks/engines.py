@@ -116,6 +116,8 @@ def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
         trial = REGIMES[name][0](rank, world)
     except ImportError as error:
         return {"outcome": f"not installed here: {error.name}"}
+    except NotImplementedError:
+        return {"outcome": "cannot run here: needs a GPU"}
     try:
         wandb_gradwatch.watch(trial.model, sinks=[MemorySink()]).remove()
     except ValueError as error:
@@ -138,6 +140,8 @@ def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
     clips_itself = training.update is not None
     as_left = truth if clips_itself else training.truth(world, clip=math.inf, **options)
     messages = [alert.text for alert in bad_sink.alerts]
+    names_of_bad: list[Any] = [None] * world
+    dist.all_gather_object(names_of_bad, training.name_of_bad)
     return {
         "outcome": "measured",
         "precision": training.precision,
@@ -152,7 +156,7 @@ def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
         "histogram": _histogram_error(snapshot, order, truth),
         "untouched": same,
         "rank of NaN": any(f"on rank {BAD_RANK}" in text for text in messages),
-        "layer of NaN": any(snapshot.names[order[training.bad]] in text for text in messages),
+        "layer of NaN": any(names_of_bad[BAD_RANK] in text for text in messages),
         "skipped": bool(bad_sink.merged().skipped[BAD_STEP - 1]),
         "said": said,
         "alerts": messages,

@@ -97,10 +97,18 @@ class Training:
     bad: int = 0  # the number of the parameter of which a gradient becomes NaN
     rename: Callable[[str], str] = str  # a parameter's name in this engine to its name in one process
 
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        models = self.model if isinstance(self.model, list) else [self.model]
+        return [named for model in models for named in model.named_parameters()]
+
     @property
     def parameters(self) -> list[nn.Parameter]:
-        models = self.model if isinstance(self.model, list) else [self.model]
-        return [parameter for model in models for parameter in model.parameters()]
+        return [parameter for _, parameter in self._named()]
+
+    @property
+    def name_of_bad(self) -> str:
+        """The name of the parameter of which a gradient becomes NaN, with the module's, without those of wrappers."""
+        return ".".join(self._named()[self.bad][0].split(".")[-2:])
 
     def clip_all(self) -> None:
         """Clip the norm over all ranks, as a training of this kind does."""

@@ -217,6 +217,16 @@ def fsdp2_tensor_parallel(rank: int, world: int) -> Training:
     return Training(model, backward)
 
 
+@regime("context parallel, ring attention")
+def context_parallel(rank: int, world: int) -> Training:
+    from torch.distributed.tensor.experimental import context_parallel
+
+    inputs = [torch.randn(1, 1, 8, 4) for _ in range(3)]
+    with context_parallel(_mesh(world), buffers=inputs, buffer_seq_dims=[2, 2, 2]):
+        nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)  # raises on the CPU
+    raise RuntimeError("torch has ring attention for the CPU by now: train a model with it here")
+
+
 _PARTS = (("embedding", "norm"), ("up", "act"), ("down",), ("head",))  # the layers of four stages
 
 
