@@ -109,7 +109,7 @@ class Sampler(Listener):
     def stop(self) -> None:
         """Remove every hook and wrapper. Idempotent."""
         self._backward_rest.remove_witnesses()
-        for model in self.parts.registry.models():
+        for model in reversed(self.parts.registry.models()):  # several chunks of a model share one step
             if (shadow := shadow_of(model)) is not None:
                 shadow.detach()
         if current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company):

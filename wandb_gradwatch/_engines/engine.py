@@ -17,7 +17,7 @@ class Held:
     `mesh` and `placements` are those of the part as a DTensor. Without a mesh every rank holds the whole parameter.
     """
 
-    name: str  # in the model, without the prefixes of wrappers
+    name: str  # in the model
     parameter: nn.Parameter
     shape: tuple[int, ...]  # of the whole parameter
     mesh: Any = None

@@ -52,9 +52,10 @@ class Shadow:
     engine keeps the shadow alive, through the functions that `attach` replaces: the capture keeps nothing alive.
     """
 
+    _boundary: ErrorBoundary  # of the watcher, from `attach` on
+
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self.engine = engine
-        self._boundary: ErrorBoundary
         self._held = engine.held()
         self.module = _like(model)
         self.module.__dict__[_SHADOW] = self
@@ -99,13 +100,12 @@ class Shadow:
         while self._replaced:
             function, original, replacement = self._replaced.pop()
             attributes = function.owner.__dict__
-            if (
-                attributes.get(function.name) is replacement
-            ):  # otherwise others have wrapped it since, and it does nothing
-                if original is None:
-                    del attributes[function.name]
-                else:
-                    attributes[function.name] = original
+            if attributes.get(function.name) is not replacement:
+                continue  # others have wrapped the replacement, which does nothing from now on
+            if original is None:
+                del attributes[function.name]
+            else:
+                attributes[function.name] = original
 
     def _replace(self, function: Function, before: Callable[[Any, Call], None]) -> None:
         own = function.owner.__dict__.get(function.name)  # None: the class's method
