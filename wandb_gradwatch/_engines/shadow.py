@@ -83,7 +83,7 @@ class Shadow:
             if name not in module._modules:
                 module.add_module(name, _like(original))
             module = module.get_submodule(name)
-        parameter = nn.Parameter(_whole(one, self.engine.values(one)), requires_grad=True)
+        parameter = nn.Parameter(_whole(one, self.engine.values(one).detach()))
         module.register_parameter(key, parameter)
         return parameter
 
@@ -152,11 +152,16 @@ class Shadow:
         """Let the parameters show the engine's memory as it is now: it may have moved."""
         for one, parameter in zip(self._held, self._parameters, strict=True):
             values, gradient = self.engine.values(one), self.engine.gradient(one)
+            if gradient is not None:
+                gradient = gradient.detach().to(values.dtype)
             if one.mesh is None:
                 parameter.data = values.view(one.shape)
+                parameter.grad = None if gradient is None else gradient.view(one.shape)
             else:
-                cast("Any", parameter)._local_tensor = values
-            parameter.grad = None if gradient is None else _whole(one, gradient.to(values.dtype))
+                dtensor: Any = parameter
+                dtensor._local_tensor = values
+                # from_local() takes 30 us, its class 5 us
+                dtensor.grad = None if gradient is None else type(dtensor)(gradient, dtensor._spec, requires_grad=False)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self.engine.see(list(map(local_part, gradients)))
         for group, (given, _) in zip(self._optimizer.param_groups, self.engine.groups(self._held), strict=True):
@@ -179,7 +184,6 @@ def _settings(given: Settings) -> dict[str, Any]:
 
 def _whole(one: Held, part: Tensor) -> Tensor:
     """Return this rank's part as the tensor that it is a part of."""
-    part = part.detach()
     if one.mesh is None:
         return part.view(one.shape)
     from torch.distributed.tensor import DTensor
