@@ -1,4 +1,4 @@
-"""An engine with what the adapter of DeepSpeed reads, in one process: ZeRO 0, or the fragments of ZeRO 1."""
+"""An engine with what the adapter of DeepSpeed reads: ZeRO 0 in one process, or the fragments of ZeRO 1."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from gradients import Chosen
 from torch import Tensor, nn
+
+import wandb_gradwatch
+from wandb_gradwatch import MemorySink
+from wandb_gradwatch._runtime.sharding import rank, world_size
 
 
 class Fragment:
     """What DeepSpeed keeps for a parameter of which this rank has a part."""
 
-    def __init__(self, parameter: nn.Parameter, gradients: dict[int, list[Tensor] | None]) -> None:
-        self.hp_fragment = parameter.data.view(-1)
-        self.lp_fragment_address = types.SimpleNamespace(start=0, numel=parameter.numel())
+    def __init__(self, parameter: nn.Parameter, own: slice, gradients: dict[int, list[Tensor] | None]) -> None:
+        self.hp_fragment, self.own = parameter.data.view(-1)[own], own
+        self.lp_fragment_address = types.SimpleNamespace(start=own.start, numel=own.stop - own.start)
         self.gradient_dict, self.param_group_index = gradients, 0
         self.num_reads = 0
 
@@ -28,46 +34,62 @@ class Fragment:
 
 
 class DeepSpeedZeroOptimizer:
-    """Averages, unscales and clips gradients in a list of its own, and then steps."""
+    """Divides all parameters, one after the other, into equal parts, and updates the part of this rank as SGD does."""
 
     torch_autocast_gradscaler = None
     gradient_accumulation_dtype = torch.float32
     overflow = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, limit: float, scale: float) -> None:
-        self.optimizer, self._limit, self.cur_scale = optimizer, limit, scale
+        self.param_groups, self._limit, self.cur_scale = optimizer.param_groups, limit, scale
         self.bit16_groups = [list(group["params"]) for group in optimizer.param_groups]
         self.averaged_gradients: dict[int, list[Tensor] | None] = {0: None}
         self._global_grad_norm: Tensor | None = None
-        for index, parameter in enumerate(self.bit16_groups[0]):
-            parameter._hp_mapping = Fragment(parameter, self.averaged_gradients)
-            parameter._index_in_param_group, parameter._dp_group = index, None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+        self._fragments: list[Fragment] = []
+        num_elements, offset = sum(one.numel() for one in self.bit16_groups[0]), 0
+        part = -(-num_elements // world_size())
+        for parameter in self.bit16_groups[0]:
+            begin = max(part * rank() - offset, 0)
+            own = slice(begin, min(part * (rank() + 1) - offset, parameter.numel()))
+            parameter._dp_group = dist.group.WORLD if world_size() > 1 else None
+            parameter._hp_mapping = None
+            if own.start < own.stop:
+                parameter._index_in_param_group = len(self._fragments)
+                parameter._hp_mapping = Fragment(parameter, own, self.averaged_gradients)
+                self._fragments.append(parameter._hp_mapping)
+            offset += parameter.numel()
 
     def scale_if_loss(self, loss: Tensor) -> Tensor:
         return loss * self.cur_scale
 
     def reduce(self) -> None:
-        """Move the gradients out of `param.grad`, as at the end of the last backward before an update."""
-        self.averaged_gradients[0] = [one.grad.view(-1) for one in self.bit16_groups[0]]
+        """Average, and keep the gradients of this rank's part, as at the end of the last backward before an update."""
+        self.averaged_gradients[0] = []
         for one in self.bit16_groups[0]:
-            one.grad = None
+            gradient, one.grad = one.grad.view(-1) / world_size(), None
+            if world_size() > 1:
+                dist.all_reduce(gradient)
+            if one._hp_mapping is not None:
+                self.averaged_gradients[0].append(gradient[one._hp_mapping.own])
 
     def step(self) -> None:
         gradients = self.averaged_gradients[0]
         assert gradients is not None
-        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt() / self.cur_scale
-        self._global_grad_norm = norm
+        squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+        if world_size() > 1:
+            dist.all_reduce(squares)
+        self._global_grad_norm = norm = squares.sqrt() / self.cur_scale
         self.overflow = not norm.isfinite()
         if not self.overflow:
             divisor = self.cur_scale * max(float(norm) / self._limit, 1.0) if self._limit else self.cur_scale
-            for parameter, gradient in zip(self.bit16_groups[0], gradients, strict=True):
-                parameter.grad = (gradient / divisor).view_as(parameter)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            for fragment, gradient in zip(self._fragments, gradients, strict=True):
+                fragment.hp_fragment -= self.param_groups[0]["lr"] * gradient / divisor
+            for parameter in self.bit16_groups[0] if world_size() > 1 else ():
+                whole = torch.zeros_like(parameter.data.view(-1))
+                if parameter._hp_mapping is not None:
+                    whole[parameter._hp_mapping.own] = parameter._hp_mapping.hp_fragment
+                dist.all_reduce(whole)
+                parameter.data.view(-1).copy_(whole)
         self.averaged_gradients[0] = None
 
 
@@ -130,7 +152,8 @@ class DeepSpeedEngine(nn.Module):
         if not self._stage and self._limit:
             nn.utils.clip_grad_norm_(self.module.parameters(), self._limit)
         self.optimizer.step()
-        self.optimizer.zero_grad() if not self._stage else None
+        if not self._stage:
+            self.optimizer.zero_grad()
         self._step_applied = not getattr(self.optimizer, "overflow", False)
 
 
@@ -139,3 +162,30 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("deepspeed.runtime.engine")
     module.DeepSpeedEngine = DeepSpeedEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", module)
+
+
+def measured(rank: int, world: int, *, limit: float) -> dict[str, Any]:
+    """Train three steps with and without watch() on every rank: parameter `b` is on both, `a` and `c` on one each."""
+    found: dict[str, Any] = {}
+    for watched in (False, True):
+        engine, sink = DeepSpeedEngine(Chosen(a=3, b=4, c=1), limit=limit), MemorySink()
+        with pytest.MonkeyPatch.context() as patch:
+            install(patch)
+            watcher = wandb_gradwatch.watch(engine, sinks=[sink], sample_every=1, log_every=3) if watched else None
+            for step in range(3):
+                # The average over the ranks: 2, on all elements of a and c, and 4 on those of b
+                size = 4.0 * rank * (step + 1)
+                engine.backward(engine.module.loss(a=[size] * 3, b=[2 * size] * 4, c=[size]))
+                engine.step()
+        if watcher is not None:
+            watcher.remove()
+        found[f"parameters, {watched}"] = [parameter.tolist() for parameter in engine.module.parameters()]
+    snapshot = sink.merged()
+    assert snapshot is not None
+    return found | {
+        "steps": snapshot.steps.tolist(),
+        "norms": snapshot.grad_norm.tolist(),
+        "received": snapshot.total_grad_norm_clipped.tolist(),
+        "elements": snapshot.num_elements[-1].tolist(),
+        "parameter norms": snapshot.param_norm.tolist(),
+    }

@@ -9,6 +9,7 @@ from typing import Any
 
 import fake_deepspeed
 import pytest
+import ranks
 import torch
 from fake_deepspeed import DeepSpeedEngine
 from gradients import Chosen, of, samples, watch
@@ -257,3 +258,19 @@ def test_offloaded_gradients_are_refused(attribute):
     setattr(engine.optimizer, attribute, True)
     with pytest.raises(ValueError, match="offloads its optimizer cannot be watched: leave offload_optimizer"):
         watch(engine)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("limit", [0.0, 9.0])
+def test_uneven_and_empty_parts_of_two_ranks_are_merged(limit):
+    [found_by_rank] = ranks.run("fake_deepspeed", [("measured", {"limit": limit})], 2)
+    norms = [2 * 3**0.5, 4 * 4**0.5, 2.0]  # of 3 elements of 2, 4 of 4 and 1 of 2: together the square root of 80
+    for found in found_by_rank:
+        assert found["parameters, True"] == found["parameters, False"]
+        assert found["steps"] == [1, 2, 3]
+        assert found["elements"] == [3, 4, 1]
+        for step, of_step in enumerate(found["norms"], start=1):
+            assert of_step == pytest.approx([norm * step for norm in norms])
+        totals = [80**0.5 * step for step in (1, 2, 3)]  # 8.9, 17.9, 26.8
+        assert found["received"] == pytest.approx([min(total, limit or total) for total in totals], rel=1e-6)
+        assert found["parameter norms"][0] == pytest.approx([3**0.5, 2.0, 1.0])  # all elements begin with 1
