@@ -269,7 +269,7 @@ def main() -> None:
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     for text in lines:
         print(text)
-    for name in arguments.names or REGIMES:
+    for name in arguments.names or sorted(REGIMES, key=lambda name: name.startswith(("DeepSpeed", "Megatron"))):
         lines.append(line(name, run(name)))
         print(lines[-1], flush=True)
     if arguments.write:
