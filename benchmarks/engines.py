@@ -52,7 +52,7 @@ __all__ = ["REGIMES", "TOLERANCE", "measured", "of_deepspeed", "of_megatron", "o
 PAGE = Path(__file__).parent.parent / "docs/distributed.md"
 BEGIN, END = "<!-- begin: python -m benchmarks.engines -->\n", "<!-- end -->\n"
 VERBOSE = bool(os.environ.get("VERBOSE"))  # show what the ranks print
-TIME_LIMIT = 180  # seconds for all ranks of a regime to end
+TIME_LIMIT = 300  # seconds for all ranks of a regime to end
 HEAD = ("norm", "per layer", "after clipping", "steps", "histogram", "a NaN names", "untouched", "ends")
 
 
