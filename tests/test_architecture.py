@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_boundary": {"_interruptions"},
     "_measure": {"_interruptions"},
     "_runtime": {"_interruptions", "_boundary"},
+    "_engines": {"_boundary", "_runtime"},
     "_nonfinite": {"_runtime", "_analysis"},
     "_transfer": {"_measure", "snapshot"},
     "_guard": {
@@ -40,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_capture": {
         "_interruptions",
         "_boundary",
+        "_engines",
         "_nonfinite",
         "_measure",
         "_transfer",

@@ -98,7 +98,8 @@ class Call:
 
     args: tuple[Any, ...]  # `before` may replace them
     kwargs: dict[str, Any]
-    is_made: bool = False  # whether `before` has called the function already; its result is None
+    is_made: bool = False  # whether `before` has called the function already
+    result: Any = None  # of a call that `before` has made
     found: Any = None  # what `before` leaves for `after`
 
 
@@ -119,7 +120,7 @@ def around(
         if before is not None:
             before(one)
         try:
-            result = None if one.is_made else function(*one.args, **one.kwargs)
+            result = one.result if one.is_made else function(*one.args, **one.kwargs)
         finally:
             if at_exit is not None:
                 at_exit(one)

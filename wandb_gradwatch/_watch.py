@@ -25,11 +25,13 @@ from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, 
 from ._capture.parts import CaptureConfig
 from ._capture.scaling import GivenScale
 from ._config import Config
+from ._engines.find import with_shadows
+from ._engines.shadow import Shadow, shadow_of
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import check_backend, compile_for_cpu, resolve_backend
 from ._runtime.pipelining import has_stages
-from ._runtime.sharding import has_fsdp1, has_shards, rank, refused_engine, world_size
+from ._runtime.sharding import has_fsdp1, has_shards, rank, world_size
 from ._watcher import WATCHERS, Watcher
 from .metrics._metric import MetricLike, check_metrics, probes_of, rules_of
 from .metrics._parameters import ParameterHistograms
@@ -188,9 +190,9 @@ def watch(
 
     Raises:
         TypeError: model is not a module or a collection of modules, or another argument has the wrong type.
-        ValueError: the model has no trainable parameter to watch, or DeepSpeed or Megatron-core trains it; a cadence,
-            name filter, backend or threshold is invalid; a metric matches nothing; a guard could decide differently on
-            the ranks.
+        ValueError: the model has no trainable parameter to watch; its engine keeps gradients where they cannot be
+            measured; a cadence, name filter, backend or threshold is invalid; a metric matches nothing; a guard could
+            decide differently on the ranks.
         RuntimeError: there is neither a run nor a sink; the backend cannot run on the model's device, or cannot be
             compiled.
 
@@ -200,9 +202,9 @@ def watch(
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included. What does not
     # depend on the model was checked by the decorator.
-    if (why := refused_engine(module for _, module in with_prefixes(model))) is not None:
-        raise ValueError(f"watch(): {why}")
-    registry = ParameterRegistry(model, include=include, exclude=exclude)
+    models_given = [each for _, each in with_prefixes(model)]
+    watched = with_shadows(model)  # held here, because the registry keeps no model alive
+    registry = ParameterRegistry(watched, include=include, exclude=exclude, given=model)
     if group_by is not None and not isinstance(group := group_function(group_by)(registry.names[0]), str):
         found = f"{group!r} for {registry.names[0]!r}"
         raise TypeError(f"group_by={group_by!r} must return a name, but returned {found}")
@@ -211,6 +213,11 @@ def watch(
         backend = "cpu"  # replicas must decide bit for bit alike: none may use the compiled loops before another
     chosen_metrics = list(metrics or ())
     probes = probes_of(chosen_metrics, model, registry.names)
+    shadows = [shadow for one in registry.models() if (shadow := shadow_of(one)) is not None]
+    if shadows:
+        given = {"guard": guard, "on_nonfinite": on_nonfinite, "optimizer": optimizer, "scaler": scaler}
+        needs_own = [probe for probe in probes if probe.needs_ranks]
+        loss_scale = _loss_scale_of(shadows, given | {"loss_scale": loss_scale}, needs_own)
     if log != "gradients" and histogram_every != 0:
         probes.append(ParameterHistograms(backend))
     chosen_rules = [*default_rules(), *rules_of(chosen_metrics)] if rules is None else _rules_of_user(rules)
@@ -225,7 +232,7 @@ def watch(
 
     replaced: set[str] = set()  # namespaces
     for watcher in list(WATCHERS):
-        if watcher not in COMPANIONS.get() and any(map(watcher.watches, registry.models())):
+        if watcher not in COMPANIONS.get() and any(map(watcher.watches, models_given)):
             logger.warning("wandb_gradwatch: the model was already watched; the new watch() replaces the earlier one.")
             replaced |= watcher.namespaces_in(used_run)
             watcher.remove()
@@ -255,7 +262,7 @@ def watch(
             on_alert=tuple(_callbacks(on_alert)),
             on_nonfinite=on_nonfinite,
         ),
-        [each for _, each in with_prefixes(model)],
+        models_given,
     )
 
 
@@ -272,6 +279,28 @@ def unwatch(model: Models | None = None) -> None:
     for watcher in list(WATCHERS):
         if models is None or any(map(watcher.watches, models)):
             watcher.remove()
+
+
+def _loss_scale_of(shadows: Sequence[Shadow], given: Mapping[str, Any], needs_own: Sequence[object]) -> Any:
+    """Return the loss scale of the models under engines; None without one.
+
+    Raises:
+        ValueError: an argument is given that has no meaning or no way under an engine.
+    """
+    name = shadows[0].engine.name
+    for argument, value in given.items():
+        if value is not None:
+            why = f"{name} itself " + {
+                "guard": "decides which steps are applied",
+                "on_nonfinite": "runs the backwards, so that none can be run again",
+            }.get(argument, "has the optimizer and the loss scale")
+            raise ValueError(f"watch(): {argument}={value!r} cannot be used, because {why}; leave it out")
+    if needs_own:
+        raise ValueError(f"metrics: {needs_own[0]!r} needs the gradients of each rank, of which {name} keeps no copy")
+    scaling = [shadow for shadow in shadows if shadow.engine.scales]
+    if len(scaling) > 1:
+        raise ValueError(f"watch(): each {name} engine has a loss scale of its own; call watch() for each model")
+    return scaling[0].loss_scale_at if scaling else None
 
 
 def _sequence(argument: str, values: Any, what: str) -> list[Any]:

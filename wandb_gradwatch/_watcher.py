@@ -22,6 +22,7 @@ from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
 from ._config import Config
+from ._engines.find import engine_since_watch
 from ._judgement.structure import ModelInfo
 from ._judgement.verdict import Verdict, verdict_of
 from ._nonfinite.replay import StepReplay
@@ -34,7 +35,7 @@ from ._pipeline.saved_state import load_state, save_state
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
 from ._runtime.notices import CannotWatchError, Notice
 from ._runtime.rank_session import RankSession
-from ._runtime.sharding import rank, refused_engine, world_size
+from ._runtime.sharding import rank, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
@@ -172,7 +173,8 @@ class Watcher:
     def watches(self, model: object) -> bool:
         """Return whether this is one of the watched models, with or without a wrapper."""
         inner = unwrapped(model) if isinstance(model, torch.nn.Module) else model
-        return any(watched is inner for watched in self._registry.models())
+        given = map(unwrapped, self._registry.roots())  # of a model under an engine a shadow is watched
+        return any(watched is inner for watched in (*self._registry.models(), *given))
 
     def namespaces_in(self, run: object) -> set[str]:
         """Return the key prefix of the model's totals in this W&B run, for each sink that writes to the run."""
@@ -420,7 +422,7 @@ class Watcher:
     def _deliver(self, *, wait: bool = False, flushed: bool = False, final: bool = False) -> None:
         self._say()
         is_new, self._is_new = self._is_new, False
-        why = refused_engine(self._registry.models()) if is_new else None
+        why = engine_since_watch(self._registry.models()) if is_new else None
         if why is not None:  # the engine was set up since watch(), and no backward was seen
             self._stop()
             self._close()

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from .._boundary import Call, entry_point
+from .._engines.find import engine_since_watch
 from .._runtime.autograd import current_graph_task
 from .._runtime.backwards import root_of
 from .._runtime.error_boundary import contained
 from .._runtime.listeners import Listener, StepCounter
 from .._runtime.notices import CannotWatchError
 from .._runtime.pipelining import divisor_of, stages_of
-from .._runtime.sharding import refused_engine, world_size
+from .._runtime.sharding import world_size
 from .._runtime.steps import STEP_HOOKS
 from .commits import Commits
 from .gradient_versions import were_reset
@@ -96,6 +97,15 @@ class BackwardEvents(Listener):
             self._complete(None, of_schedule=True)
 
     @contained
+    def engine_has_averaged(self) -> None:
+        """An engine has the gradients of an update, in memory of its own: its backwards call no hook."""
+        self._begin()
+        self._is_running = False
+        # The update uses every gradient that is there, also one of zeros that no backward has reached.
+        self._parts.hooks.reached.update(slot for slot, p in self._parts.registry.scan() if p.grad is not None)
+        self._complete(None)
+
+    @contained
     def arrived(self, slot: int, parameter: Tensor) -> None:
         """A gradient is in place, before other hooks may take it away."""
         parts = self._parts
@@ -128,7 +138,7 @@ class BackwardEvents(Listener):
             return
         self._is_settled, clock, parts = True, self._clock, self._parts
         is_first = not (clock.num_closed or clock.backwards)
-        if is_first and (why := refused_engine(parts.registry.models())) is not None:
+        if is_first and (why := engine_since_watch(parts.registry.models())) is not None:
             raise CannotWatchError(why)  # the engine was set up since watch()
         STEP_HOOKS.drop_raised()  # a step that raised must not keep the hooks muted
         parts.thread.moves_here()

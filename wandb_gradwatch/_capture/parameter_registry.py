@@ -28,6 +28,8 @@ class ParameterRegistry:
 
     The slot of a name never changes: a replacement of a parameter inherits its slot, a new name gets the next one.
 
+    `given`: the models as the user gave them, if these are watched in their place (shadows of models under an engine).
+
     Several models get distinct prefixes: "model0.", "model1.", or the mapping's keys. Regular expressions in `include`
     and `exclude` are searched in the names.
 
@@ -36,9 +38,16 @@ class ParameterRegistry:
         ValueError: no trainable parameter is left to watch.
     """
 
-    def __init__(self, models: Models, *, include: NameFilter | None = None, exclude: NameFilter | None = None) -> None:
+    def __init__(
+        self,
+        models: Models,
+        *,
+        include: NameFilter | None = None,
+        exclude: NameFilter | None = None,
+        given: Models | None = None,
+    ) -> None:
         self._models = [(prefix, weakref.ref(unwrapped(model))) for prefix, model in with_prefixes(models)]
-        self._roots = [weakref.ref(model) for _, model in with_prefixes(models)]
+        self._roots = [weakref.ref(model) for _, model in with_prefixes(models if given is None else given)]
         self._include = name_predicate(include, "include")
         self._exclude = name_predicate(exclude, "exclude")
         self.prefix = ""  # of every name; include and exclude match names without it

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from .._engines.shadow import EngineStep
 from .._runtime.autograd import Entry
 from .._runtime.sharding import world_size
 from .clipping import Clipping
@@ -101,6 +103,17 @@ class ReceivedGradients:
     def closure_runs_again(self) -> None:
         """A closure is evaluated again inside the step: later changes of the gradients tell nothing about the first."""
         self._clipping.used.clear()
+
+    def engine_stepped(self, step: EngineStep) -> None:
+        """Record what an engine has made of the gradients in the step that has just ended."""
+        slots = sorted(self._parts.optimizers.slots(step).intersection(self._parts.seen.states))
+        if not slots or (step.outcome is not None and step.outcome.is_skipped):
+            return
+        factor = None if step.outcome is None else step.outcome.factor
+        if factor is None:  # the engine does not tell, or its step has raised
+            self._parts.window.hide_received(slots)
+        elif isinstance(factor, Tensor) or factor != 1:
+            self._parts.window.multiply_received(slots, factor)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Mark as unknown what the step has received, where it has changed gradients unseen."""

@@ -3,6 +3,7 @@
     a backward has returned           Backwards   -> BackwardEvents  measure every gradient that is present
     a pipeline runs its micro-batches PipelineSchedules -> BackwardEvents  they are one backward
     gradients are clipped, unscaled   GradScalers -> ScalingEvents   measure what has changed since the backward
+    an engine is about to step        Shadow      -> BackwardEvents  measure what the engine has averaged
     an optimizer is about to step     StepHooks   -> StepEvents      measure what has changed, and what it receives
     all watchers have measured        StepHooks   -> StepEvents      with a guard: apply or skip the step
     the step delegates to another     StepHooks   -> StepEvents      measure what the step has changed so far
@@ -19,6 +20,7 @@ from typing import Final
 
 from torch import Tensor
 
+from .._engines.shadow import shadow_of
 from .._guard.voting import take_over_votes
 from .._runtime.autograd import current_graph_task
 from .._runtime.backwards import BACKWARDS
@@ -87,10 +89,16 @@ class Sampler:
         self._sample.begin()
         for events, listener in self._subscriptions:
             events.subscribe(listener)
+        for model in parts.registry.models():
+            if (shadow := shadow_of(model)) is not None:
+                shadow.attach(self, self._boundary)
 
     def stop(self) -> None:
         """Remove every hook and wrapper. Idempotent."""
         parts = self.parts
+        for model in reversed(parts.registry.models()):  # several chunks of a model share one step
+            if (shadow := shadow_of(model)) is not None:
+                shadow.detach()
         if current_graph_task() == -1 and not parts.thread.is_another:
             self._boundary.run(parts.take_off_hooks)  # it walks the model, which may fail
         self._boundary.stopped = True
@@ -104,6 +112,15 @@ class Sampler:
                 parts.guard.release()
         parts.probes.close()
         parts.forward_facts.remove()
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether the step to come is measured: an engine shows its gradients at such steps only."""
+        return not self.rest.is_on and self.parts.is_measured
+
+    def gradients_complete(self) -> None:
+        """Measure the gradients of an engine, which is about to step."""
+        self._backwards.engine_has_averaged()
 
     @contained
     def take_loss(self, value: Tensor, *, is_share: bool) -> None:

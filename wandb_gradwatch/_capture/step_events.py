@@ -6,6 +6,7 @@ from functools import partial
 from torch.optim import Optimizer
 
 from .._boundary import entry_point
+from .._engines.shadow import EngineStep
 from .._guard.step_skipping import StepSkipping
 from .._runtime.autograd import current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
@@ -108,7 +109,7 @@ class StepEvents(Listener):
             if not parts.is_measured:  # a measured step must not take them for what a backward has left
                 parts.seen.note(entries)
         parts.settle()
-        if parts.is_measured:
+        if parts.is_measured and not isinstance(optimizer, EngineStep):
             received = self._sample.received
             received.inspect(optimizer, inside_backward=inside_backward)
             received.step_begins(optimizer, changes_gradients=not is_torchs(type(optimizer).step))
@@ -168,13 +169,19 @@ class StepEvents(Listener):
             self._joining = None
             self._clock.join(key)
             return
-        if parts.is_measured:
+        outcome = None
+        if isinstance(optimizer, EngineStep):
+            outcome = optimizer.outcome
+            if parts.is_measured:
+                self._sample.received.engine_stepped(optimizer)
+        elif parts.is_measured:
             self._sample.received.step_ended(optimizer)
         if parts.probes.active:
             self._sample.tell_of_update(Probe.after_update, optimizer)
         parts.wiring.stepped(optimizer, key)
         parts.last_node = num_nodes_made()
-        self._step_done(key, skipped=False, inside_backward=inside_backward)
+        is_skipped = outcome is not None and outcome.is_skipped
+        self._step_done(key, skipped=is_skipped, inside_backward=inside_backward)
         if not inside_backward and current_graph_task() == -1 and self._rest.is_worth_it():
             self._commits.commit(self._clock.close())  # as the next backward would
             self._rest.begin(optimizer)

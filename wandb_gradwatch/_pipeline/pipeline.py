@@ -303,7 +303,7 @@ class Pipeline:
             names,
             self._shards.counted(len(names)),
             overhead_ratio,
-            has_shards=self._shards.any,
+            has_shards=self._shards.any and not self._shards.are_averaged,
             num_uncounted=self._parts.schedule.num_uncounted,
         )
         if self._whole is not None:

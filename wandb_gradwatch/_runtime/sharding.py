@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor, nn
 
+FRAGMENT: Final = "Fragment"  # the class of the placements of what an engine has averaged and divided
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor."""
@@ -56,36 +58,13 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-_DEEPSPEED: Final = (
-    "a model that DeepSpeed trains cannot be watched: its engine averages and clips gradients in buffers of its own; "
-    "log engine.get_global_grad_norm() instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
-)
-_MAIN_GRAD: Final = (
-    "a model whose gradients are in parameter.main_grad cannot be watched: Megatron-core accumulates and averages them "
-    "there, and parameter.grad is this rank's own share or None; log the grad_norm that optimizer.step() returns "
-    "instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
-)
-
-
-def refused_engine(models: Iterable[nn.Module]) -> str | None:
-    """Why the engine that trains one of these models makes watching impossible, and what to do; None: it does not."""
-    modules = [module for model in models for module in model.modules()]
-    # DeepSpeed's engine shows by its class, or by the forward hooks that it puts on the model.
-    if "deepspeed" in sys.modules:
-        classes = (cls.__name__ for module in modules for cls in type(module).__mro__)
-        hooks = (getattr(hook, "__module__", "") for module in modules for hook in module._forward_pre_hooks.values())
-        if "DeepSpeedEngine" in classes or any(name.startswith("deepspeed.") for name in hooks):
-            return _DEEPSPEED
-    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
-    return _MAIN_GRAD if any(getattr(one, "main_grad", None) is not None for one in parameters) else None
-
-
 class Shards:
     """The parameters that are sharded over ranks, and the rows that this rank counts: of replicas, the first rank's."""
 
     def __init__(self) -> None:
         self.any = False  # whether any parameter is sharded; the same on every rank
         self.uses_fsdp1 = False
+        self.are_averaged = False  # by an engine: the rank that holds NaN need not be the one that has made it
         self._rank = rank()  # known here: the user may destroy the default group before the last window ends
         # By the slot of a sharded parameter: the ranks that hold its shards, and whether this rank's shard is counted,
         # if these ranks include the parameter's first rank. Shards of other ranks are replicas.
@@ -102,6 +81,7 @@ class Shards:
             self._shares.pop(slot, None)
             if is_sharded(parameter):
                 self._shares[slot] = _share_of(parameter)
+                self.are_averaged |= any(type(one).__name__ == FRAGMENT for one in cast("Any", parameter).placements)
             elif id(parameter) in flat:
                 self._shares[slot] = frozenset(range(world_size())), flat[id(parameter)]
         self.any |= bool(self._shares)

@@ -22,7 +22,9 @@ _MAX_OBJECTS: Final = 10_000
 # only below the classes that are known to use it.
 _FSDP1_CHILD: Final = "_fsdp_wrapped_module"
 _TRANSPARENT_CHILDREN: Final = frozenset({"_orig_mod", _FSDP1_CHILD, "_checkpoint_wrapped_module", "_forward_module"})
-_TRANSPARENT_PARENTS: Final = frozenset({"DistributedDataParallel", "DataParallel"})
+_TRANSPARENT_PARENTS: Final = frozenset(
+    {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "PipelineEngine", "Float16Module"}
+)
 
 
 def is_transparent(parent: nn.Module, key: str) -> bool:

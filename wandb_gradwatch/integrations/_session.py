@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from .._capture.parameter_registry import Models, with_prefixes
+from .._engines.find import engine_of
 from .._runtime.sharding import has_shards, rank
 from .._watch import COMPANIONS, check_options, watch
 from .._watcher import Watcher
@@ -100,7 +101,7 @@ class Session:
             rules = [*defaults(), *rules_of(self.options.get("metrics") or ())]
         options = {**self.options, **more, "rules": [*rules, self._on_sample]}
         options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([_AlertLog()] if rank() == 0 else [])]
-        self._is_sharded = has_shards(models)
+        self._is_sharded = has_shards(models) or any(map(engine_of, models))
         companions = COMPANIONS.set(tuple(beside))
         try:
             self.watcher = watch(model, start_step=memory.get("step", start_step), **options)

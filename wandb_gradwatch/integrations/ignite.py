@@ -15,9 +15,10 @@ from .._arguments import check, check_flags, check_function, is_number
 from .._boundary import RaisedToTheUser
 from .._capture.parameter_registry import Models, with_prefixes
 from .._capture.probes import WatchedTensor
+from .._engines.find import engine_of
 from .._guard.guard import NormLimits, SkipGuard, judge_of_norms
 from .._measure.measure import measure_received
-from .._runtime.sharding import has_shards, refused_engine
+from .._runtime.sharding import has_shards
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot
 from ._session import Session, Watching, active_run, named, require
@@ -69,7 +70,8 @@ class GradWatch(Watching):
         watch_options: further arguments of `wandb_gradwatch.watch`: scaler, log_every, rules, include, ...
 
     Raises:
-        ValueError: an argument is out of range, `rule` is combined with limits, or DeepSpeed trains the model.
+        ValueError: an argument is out of range, `rule` is combined with limits, or the model is under an engine
+            (DeepSpeed, Megatron-core).
         TypeError: an argument has the wrong type, or is not one of `wandb_gradwatch.watch`.
 
     Cost: one additional pass over the gradients and one read from the device for each backward before an update;
@@ -98,8 +100,10 @@ class GradWatch(Watching):
             type(self).__name__, watch_options, reserved=reserved, run=run, on_sample=_while_alive(self._show)
         )
         models = [module for _, module in with_prefixes(model, asked_by="GradWatch()")]
-        if (why := refused_engine(models)) is not None:
-            raise ValueError(f"GradWatch(): {why}")
+        if (engine := next(filter(None, map(engine_of, models)), None)) is not None:
+            raise ValueError(
+                f"GradWatch() cannot see the norms of {engine}, which trains the model; call watch() instead"
+            )
         is_limit = max_norm is None or (is_number(max_norm) and max_norm > 0)
         check(is_limit, "max_norm", max_norm, "a positive number or None")
         check_function("GradWatch()", "rule", rule, "a function from a norm to True (a spike) or False")
