@@ -68,6 +68,10 @@ class Run(Remembers):
         self.came_step = -(10**9)  # the step at which parameters got a gradient that had none before
         self.num_jumping = 0  # samples in a row in which a single gradient is far above its usual size
         self.has_stepped = False
+        # By the newest checksums of `Ranks()`: the ranks whose parameters are not those of most ranks, and the step of
+        # the first of these checksums in a row
+        self.apart_ranks: list[int] = []
+        self.apart_step = 0
 
 
 class Facts:

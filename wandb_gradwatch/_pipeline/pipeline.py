@@ -26,6 +26,7 @@ from .dispatcher import Dispatcher
 from .rank_merge import Outcome, RankWindow
 from .rank_merger import RankMerger
 from .rank_parts import WholeModel, whole_model
+from .replicas import Replicas
 from .rule_runner import RuleRunner
 from .waiting import WaitingSamples
 
@@ -72,6 +73,7 @@ class Pipeline:
         self._session = session
         self._has_looked = False  # whether it has looked for other ranks
         self._whole: WholeModel | None = None  # set if ranks have different parameters
+        self._replicas: Replicas | None = None  # set if all ranks have the same parameters, and none is sharded
         self._probes = parts.probes
         self._arrived: deque[tuple[ArrivedSample | ArrivedFlush, Names]] = deque()  # with the names at that time
         self.waiting = WaitingSamples()
@@ -165,6 +167,10 @@ class Pipeline:
 
     def _take(self, sample: ArrivedSample) -> None:
         self.compare_ranks()
+        if self._replicas is not None:
+            self._replicas.add(sample)
+            if found := self._replicas.facts():
+                sample = replace(sample, metrics={**sample.metrics, **found})
         if sample.sample.left_out:
             if not (num_bad := np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]])):
                 return
@@ -211,7 +217,7 @@ class Pipeline:
         if self._has_looked or self._session is None:
             return
         self._has_looked = True
-        whole = whole_model(self._session, self._parts.registry)
+        whole, has_shards = whole_model(self._session, self._parts.registry), self._shards.any
         if whole is not None and self._shards.split(whole.ranks):
             self._whole = whole
             if whole.num_apart:
@@ -223,6 +229,9 @@ class Pipeline:
                 )
             if self._parts.guard is not None:
                 self._parts.guard.refuse_parts()
+        if not has_shards and not self._session.is_ambiguous and (whole is None or whole.have_same_names):
+            logs = self._dispatcher.logs_to_run
+            self._replicas = Replicas(self._session, self._parts.registry, logs=logs)
         self._shards.any |= self._session.is_ambiguous
         if self._parts.merges_ranks:
             self._meet_ranks()
@@ -284,6 +293,8 @@ class Pipeline:
         samples, self.window = self.window, []
         if not samples:
             return
+        if self._replicas is not None:
+            self._replicas.end_window()
         overhead_ratio = self._overhead_ratio()
         if not self._parts.merges_ranks:
             self._write(samples, flush, overhead_ratio)

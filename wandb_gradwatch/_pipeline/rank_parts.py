@@ -37,6 +37,7 @@ class WholeModel:
     known: Names
     places: tuple[int, ...]  # [P] indices of this rank's parameters in `known`
     ranks: tuple[frozenset[int], ...]  # [P] for each of this rank's parameters, the ranks that have it
+    have_same_names: bool = False  # all ranks have parameters of the same names and shapes, with different values
     num_apart: int = 0  # number of names that several ranks have with different values
 
     def names(self, own: Names) -> Names:
@@ -162,4 +163,5 @@ def _whole_model(
             ranks[place_of[key]].add(index)
     places = tuple(place_of[key] for key in keys[rank])
     known = Names(tuple(prefix + name for name in names), tuple(names.values()))
-    return WholeModel(known, places, tuple(frozenset(ranks[place]) for place in places), len(apart))
+    have_same_names = all([key[:2] for key in of_rank] == [key[:2] for key in keys[0]] for of_rank in keys)
+    return WholeModel(known, places, tuple(frozenset(ranks[place]) for place in places), have_same_names, len(apart))

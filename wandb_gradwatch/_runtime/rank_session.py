@@ -23,6 +23,8 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from .store_thread import Request, StoreThread
+
 # R ranks
 
 _Listed = tuple[int, str]  # the number of a watcher, and the digest of its parameters
@@ -51,6 +53,7 @@ class RankSession:
         self._digest = hashlib.sha256(description.encode()).hexdigest()
         self._session: _Session | None = None
         self._has_ended = False
+        self._thread = StoreThread(self._everything, self.rank)
         for one in [one for one in _LIVE if one._has_ended]:
             one.end()
         if not self._everything.check([f"what/{self._digest}"]):
@@ -71,6 +74,7 @@ class RankSession:
         refuse alike.
         """
         self._has_ended = True
+        self._thread.end()
         if self in _LIVE and at_once:
             _LIVE.remove(self)
             with contextlib.suppress(RuntimeError):  # the process with the store may have ended
@@ -100,6 +104,17 @@ class RankSession:
         if not self.is_found or self._session is None or self._session.number is None:
             return None
         return PrefixStore(f"{self._session.number}/{name}", self._everything)
+
+    def ask(self, name: str, request: Request) -> None:
+        """Make a request to the keys of `store(name)` in the background, as soon as every rank watches."""
+
+        def ask_session(everything: Store) -> bool:
+            if not self.is_found or self._session is None:
+                return False
+            number = self._session.number
+            return number is None or request(PrefixStore(f"{number}/{name}", everything))
+
+        self._thread.ask(name, ask_session)
 
     def _find(self) -> _Session | None:
         listed = self._listed(self.rank)
