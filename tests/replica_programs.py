@@ -138,6 +138,18 @@ def _clipped(training: Training) -> None:
     training.between.append(lambda _: nn.utils.clip_grad_norm_(training.inner.parameters(), 0.1))
 
 
+def _clipped_over_ranks(training: Training) -> None:
+    """Clip by the norm of the whole model: shared layers, and the experts of all ranks."""
+
+    def clip(_: int) -> None:
+        gradients = [parameter.grad for parameter in training.inner.parameters()]
+        shared, own = (sum(one.square().sum() for one in part) for part in (gradients[:4], gradients[4:]))
+        dist.all_reduce(own)
+        nn.utils.clip_grads_with_norm_(training.inner.parameters(), 0.1, (shared + own).sqrt())
+
+    training.between.append(clip)
+
+
 def _local_sgd(training: Training, every: int = 7, *, is_outer: bool = False) -> None:
     """Average the parameters now and then, by hand or through an outer optimizer of their differences."""
     parameters = list(training.inner.parameters())
@@ -194,7 +206,7 @@ _SET_UPS: dict[str, Callable[[Training], None]] = {
     "DDP, clipped": _of_all(_ddp, _clipped),
     "experts beside DDP": _experts,
     "experts beside an average by hand": _shared_by_hand,
-    "experts and clipping": _of_all(_shared_by_hand, _clipped),
+    "experts and clipping": _of_all(_shared_by_hand, _clipped_over_ranks),
     "seeds": _nothing,
     "rates": _nothing,
     "local SGD": _local_sgd,

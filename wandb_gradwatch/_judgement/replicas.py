@@ -31,8 +31,10 @@ def others_gradient(facts: Facts) -> bool:
         return False
     if _of(facts, "gradients_num") > 0 or _of(facts, "left_equal") > 0.5:
         return True
-    is_part = _of(facts, "gradients") < 0.5  # experts have gradients of their own, but nothing changes only these
-    return is_part and _of(facts, "changed") > 0.5 and not facts.is_clipped and not _of(facts, "by_ddp") > 0
+    if _of(facts, "by_ddp") > 0 or facts.metric(keys.CLIPPED) > 0:
+        return False
+    # Experts have gradients of their own, but nothing changes only these.
+    return _of(facts, "gradients") < 0.5 and _of(facts, "changed") > 0.5
 
 
 def never_averaged(facts: Facts) -> bool:

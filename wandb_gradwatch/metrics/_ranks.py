@@ -23,7 +23,7 @@ from ..snapshot import keys
 from ..snapshot._shapes import GroupBy, group_function
 from ._module_probe import Layout, OwnGradientProbe, ReadByProbe
 from ._rows import reals, square_of
-from ._rules import RanksDisagree, SlowRank
+from ._rules import SlowRank
 
 # R ranks, F fields of each; N parts of a step's batch: micro-batches, or ranks; W samples of an estimate
 
@@ -63,7 +63,7 @@ class Ranks(OwnGradientProbe):
         ValueError: checksum_every is negative; watch() raises it if match matches nothing.
     """
 
-    logs, brings = frozenset({(keys.RANKS, keys.APART)}), (RanksDisagree, SlowRank)
+    logs, brings = frozenset({(keys.RANKS, keys.APART)}), (SlowRank,)
     may_be_several = False  # the keys are those of the ranks, whatever match= chooses
 
     def __init__(self, match: NameFilter | None = None, *, checksum_every: int = 10) -> None:
