@@ -44,6 +44,7 @@ from .scaling import SCALERS
 from .schedule import RankPlans
 
 _PROGRAM_BEGAN: Final = time.perf_counter()  # this package is imported near the start of a program
+_CADENCE: Final = "cadence"  # the prefix of the ranks' plans in the store
 
 
 class Sampler(Listener):
@@ -88,7 +89,9 @@ class Sampler(Listener):
         now = time.perf_counter()
         self._schedule.start(now, self.seconds_spent, before=max(now - _PROGRAM_BEGAN, 0.0))
         if session is not None and self._schedule.is_open_ended:
-            self._schedule.ranks = RankPlans(partial(session.store, "cadence"), leads=session.rank == 0)
+            self._schedule.ranks = RankPlans(
+                partial(session.store, _CADENCE), leads=session.rank == 0, ask=partial(session.ask, _CADENCE)
+            )
         if self.parts.probes.look_inside:
             self._hooks.tell_arrivals(())
         entries = self.parts.follow()
