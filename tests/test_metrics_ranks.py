@@ -247,7 +247,7 @@ def of_ranks(num: int, **fields: Any) -> dict[str, float]:
     rows = [
         [of.get(rank, 0.0) if isinstance(of, dict) else of for of in map(whole.get, _FIELDS)] for rank in range(num)
     ]
-    sums = ArrivedSums(tuple(np.ravel(rows).tolist()), ReadByProbe(len(_FIELDS) * num), None)
+    sums = ArrivedSums(tuple(np.ravel(rows).tolist()), ReadByProbe(len(_FIELDS), side_by_side=True), None)
     return dict(Ranks().derive({"ranks": sums}))
 
 

@@ -239,7 +239,7 @@ class Pipeline:
     def _meet_ranks(self) -> None:
         """Start the merger, if every rank watches."""
         if self._session is not None and (store := self._session.store("merge")) is not None:
-            self._merger = RankMerger(store, self._session.rank, self._session.world)
+            self._merger = RankMerger(store, self._session.rank, self._session.world, self._finished)
 
     def _judge(self, written: Snapshot | None = None) -> None:
         """Run the rules on the samples that they have not judged; `written`: the snapshot of exactly these, if any."""
@@ -252,6 +252,11 @@ class Pipeline:
         """Add the metrics that the probes derive from the sample's sums, which are those of all ranks."""
         found = self._probes.derive(sample.sums) if self._probes.active else {}
         return replace(sample, metrics={**sample.metrics, **found}) if found else sample
+
+    def _finished(self, sample: ArrivedSample) -> ArrivedSample:
+        """The merged sample with what probes derive, without the sums of all ranks. In the merger's thread."""
+        with _extremes():
+            return replace(self._derived(sample), sums={})
 
     def _say_multiplied(self, step: int, total_C: Sequence[float]) -> None:
         before, after = (math.sqrt(total_C[column]) for column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ))
@@ -330,7 +335,7 @@ class Pipeline:
         """Write a merged window. One that is not merged is written if it is complete but for comparisons of ranks."""
         window, reason = outcome
         if not (reason and window.has_shards):
-            samples = [self._derived(sample) for sample in window.samples]
+            samples = [self._derived(sample) for sample in window.samples] if reason else list(window.samples)
             self._write(samples, window.flush, window.overhead_ratio, samples)
         elif not self._has_left_out:
             self._has_left_out = True

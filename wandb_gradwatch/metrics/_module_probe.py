@@ -187,6 +187,7 @@ class ReadByProbe:
 
     num_sums: int
     of_every_rank: bool = True
+    side_by_side: bool = False
     num_parts: int = 0  # the number of parts of a step that the sums compare
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:

@@ -2,9 +2,8 @@
 
 import hashlib
 import math
-import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,10 +14,10 @@ from torch import Tensor
 from .._arguments import check, is_number, is_whole
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
-from .._measure.columns import FloatArray
+from .._measure.columns import FloatArray, IntArray
 from .._measure.elements import bits_of, onto, wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
-from .._runtime.sharding import rank, world_size
+from .._runtime.sharding import world_size
 from ..snapshot import keys
 from ..snapshot._shapes import GroupBy, group_function
 from ._module_probe import Layout, OwnGradientProbe, ReadByProbe
@@ -124,56 +123,65 @@ class Ranks(OwnGradientProbe):
             checksum = torch.stack([onto(one, device) for one in self._checksums]).sum() % _MODULUS
             digest = hashlib.sha256(repr(sorted(map(repr, self._layout))).encode()).digest()
             layout = float(int.from_bytes(digest[:6], "big"))
-        all_RF = torch.zeros(world_size(), len(_FIELDS), dtype=wide_dtype(device), device=device)
+        own_F = torch.zeros(len(_FIELDS), dtype=wide_dtype(device), device=device)
         for place, value in enumerate((1.0, square, loss, self._seconds, checksum, layout)):
-            all_RF[rank(), place] = value
-        return {keys.RANKS: ProbeSums(all_RF.flatten(), ReadByProbe(all_RF.numel()))}
+            own_F[place] = value
+        return {keys.RANKS: ProbeSums(own_F, ReadByProbe(len(_FIELDS), side_by_side=True))}
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
-        all_RF = np.reshape(sums[keys.RANKS].sums if keys.RANKS in sums else (), (-1, len(_FIELDS)))
-        there = {place: dict(zip(_FIELDS, of, strict=True)) for place, of in enumerate(all_RF.tolist()) if of[0] == 1}
-        if len(there) < 2:  # the windows of the other ranks have not been merged
+        of_ranks = np.reshape(sums[keys.RANKS].sums if keys.RANKS in sums else (), (-1, len(_FIELDS)))
+        ranks_R = np.flatnonzero(of_ranks[:, _FIELDS.index("is_there")] == 1)
+        if len(ranks_R) < 2:  # the windows of the other ranks have not been merged
             return {}
-        square = {place: of["square"] for place, of in there.items() if of["square"] != _UNSEEN}
-        found = _apart(there) | _compared("local_norm", {r: math.sqrt(sq) for r, sq in square.items() if sq >= 0})
+        of = {name: of_ranks[ranks_R, place] for place, name in enumerate(_FIELDS)}
+        own_R = of["square"] != _UNSEEN
+        squares_R = of["square"][own_R]
+        norms_R = np.sqrt(np.where(squares_R >= 0, squares_R, np.nan))
+        found = _apart(ranks_R, of["checksum"], of["layout"]) | _compared("local_norm", ranks_R[own_R], norms_R)
         for name in ("loss", keys.SECONDS):
-            found |= _compared(name, {place: of[name] for place, of in there.items()})
-        not_finite = [place for place, sq in square.items() if not math.isfinite(sq)]
-        if 0 < len(not_finite) < len(square):
+            found |= _compared(name, ranks_R, of[name])
+        not_finite = ranks_R[own_R][~np.isfinite(squares_R)]
+        if 0 < len(not_finite) < len(squares_R):
             found[keys.FIRST_NONFINITE_RANK] = float(not_finite[0])
         return found
 
 
-def _compared(name: str, of_ranks: Mapping[int, float]) -> dict[str, float]:
+def _compared(name: str, ranks_R: IntArray, values_R: FloatArray) -> dict[str, float]:
     """Return the extremes and the median of the finite values, and the rank of each extreme."""
-    finite = {place: value for place, value in of_ranks.items() if math.isfinite(value)}
-    if len(finite) < 2:
+    num = len(values_R)
+    ranks_R, values_R = ranks_R[np.isfinite(values_R)], values_R[np.isfinite(values_R)]
+    if len(values_R) < 2:
         return {}
-    found = {f"{keys.RANKS}/median/{name}": statistics.median_low(finite.values())}
-    lowest, *_, highest = sorted(finite, key=finite.__getitem__)
-    for what, place in (("lowest", lowest), ("highest", highest)):
-        found |= {f"{keys.RANKS}/{what}/{name}": finite[place], f"{keys.RANKS}/{what}/{name}_rank": float(place)}
-    if len(of_ranks) <= _MAX_RANK_KEYS:
-        found |= {f"{keys.RANKS}/rank_{place}/{name}": value for place, value in finite.items()}
+    order = np.argsort(values_R, kind="stable")
+    found = {f"{keys.RANKS}/median/{name}": float(values_R[order[(len(order) - 1) // 2]])}  # the lower of two
+    for what, place in (("lowest", order[0]), ("highest", order[-1])):
+        rank_of = {f"{keys.RANKS}/{what}/{name}_rank": float(ranks_R[place])}
+        found |= {f"{keys.RANKS}/{what}/{name}": float(values_R[place])} | rank_of
+    if num <= _MAX_RANK_KEYS:
+        found |= {
+            f"{keys.RANKS}/rank_{place}/{name}": value
+            for place, value in zip(ranks_R.tolist(), values_R.tolist(), strict=True)
+        }
     return found
 
 
-def _apart(there: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+def _apart(ranks_R: IntArray, checksums_R: FloatArray, layouts_R: FloatArray) -> dict[str, float]:
     """Compare checksums among ranks whose parameters have the same names and shapes; 1 for ranks in a minority."""
-    groups: dict[float, dict[int, float]] = {}
-    for place, of in there.items():
-        if math.isfinite(of["checksum"]):
-            groups.setdefault(of["layout"], {})[place] = of["checksum"]
-    apart: dict[int, float] = {}
-    for group in groups.values():
-        (most, votes), *others = Counter(group.values()).most_common(2)
-        no_majority = bool(others) and others[0][1] == votes
-        apart |= {place: float(no_majority or checksum != most) for place, checksum in group.items()}
-    if not apart:
+    known_R = np.isfinite(checksums_R)
+    if not known_R.any():
         return {}
-    shown = {place: is_apart for place, is_apart in apart.items() if is_apart or len(there) <= _MAX_RANK_KEYS}
-    found = {f"{keys.RANKS}/rank_{place}/{keys.APART}": is_apart for place, is_apart in shown.items()}
-    return found | {f"{keys.RANKS}/all/{keys.APART}": sum(apart.values())}
+    apart_R = np.zeros(len(ranks_R), dtype=bool)
+    for layout in np.unique(layouts_R[known_R]):
+        own_R = known_R & (layouts_R == layout)
+        values, votes = np.unique(checksums_R[own_R], return_counts=True)
+        has_majority = np.count_nonzero(votes == votes.max()) == 1
+        apart_R |= own_R & ~(has_majority & (checksums_R == values[votes.argmax()]))
+    shown_R = known_R & (apart_R | (len(ranks_R) <= _MAX_RANK_KEYS))
+    found = {
+        f"{keys.RANKS}/rank_{place}/{keys.APART}": float(is_apart)
+        for place, is_apart in zip(ranks_R[shown_R].tolist(), apart_R[shown_R].tolist(), strict=True)
+    }
+    return found | {f"{keys.RANKS}/all/{keys.APART}": float(np.count_nonzero(apart_R))}
 
 
 TOTAL: Final = "total"  # the name of all groups together
