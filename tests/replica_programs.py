@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink
 
+AT_ONCE = 8  # first steps, which are compared at once
 STEPS = 120  # of which ranks are compared in a training that says nothing
 MOST = 3000  # steps of a training, so that the comparison, which is made in the background, has ended
 
@@ -59,12 +59,14 @@ class Training:
                 call(step)
             key = f"{self.kind} {self.world}/{step}"
             if self.rank == 0:
-                compared = watcher._pipeline._replicas
-                num = 0 if compared is None or compared._compared is None else compared._compared.step
-                store.set(key, "over" if sink.alerts or num >= STEPS else "goes on")
-                if step > STEPS:
-                    time.sleep(0.01)
-            store.wait([key], timedelta(seconds=60))  # by no collective: these are counted
+                while step <= AT_ONCE and not sink.alerts and compared_until(watcher) < step:
+                    time.sleep(0.01)  # the comparison is made in the background
+                    watcher.verdict()  # delivers samples
+                is_over = bool(sink.alerts) or compared_until(watcher) >= STEPS
+                store.set(key, "over" if is_over else "goes on")
+            while not store.check([key]):  # no collective, because these are counted
+                time.sleep(0.002)
+                watcher.verdict()  # delivers samples
             if store.get(key) == b"over":
                 break
         else:
@@ -73,6 +75,12 @@ class Training:
         watcher.remove()
         dist.barrier()  # the next training begins on all ranks after the end of this one
         return [one.to_dict() for one in incidents]
+
+
+def compared_until(watcher: Any) -> int:
+    """The newest step of which rank 0 has compared the ranks; 0 if there is none."""
+    replicas = watcher._pipeline._replicas
+    return 0 if replicas is None or replicas._compared is None else replicas._compared.step
 
 
 def trained(rank: int, world: int, *, kind: str) -> list[dict[str, Any]]:

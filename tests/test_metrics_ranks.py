@@ -243,12 +243,29 @@ def test_every_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
 
 def of_ranks(num: int, **fields: Any) -> dict[str, float]:
     """Return the numbers that Ranks() derives from fields: one value for all ranks, or a dict by rank."""
-    whole = {"is_there": 1.0, "square": 4.0, "loss": 1.0, "seconds": 0.1, "checksum": 7.0, "layout": 3.0} | fields
+    whole = {"is_there": 1.0, "square": 4.0, "loss": 1.0, "seconds": 0.1, "checksum": 7.0, "layout": 3.0}
+    whole |= {"own_sum": np.nan, "averaged_sum": np.nan} | fields
     rows = [
         [of.get(rank, 0.0) if isinstance(of, dict) else of for of in map(whole.get, _FIELDS)] for rank in range(num)
     ]
     sums = ArrivedSums(tuple(np.ravel(rows).tolist()), ReadByProbe(len(_FIELDS), side_by_side=True), None)
     return dict(Ranks().derive({"ranks": sums}))
+
+
+def test_a_contribution_that_the_average_lacks_names_its_rank() -> None:
+    # Norms of 2 and sums of 1, 2, 3: their mean is 2; without that of rank 1 it is (1 + 3) / 3.
+    own = {0: 1.0, 1: 2.0, 2: 3.0}
+    found = of_ranks(3, own_sum=own, averaged_sum=4 / 3)
+    assert found["ranks/all/lost_rank"] == 1
+    assert found["ranks/all/average_error"] == pytest.approx((2 - 4 / 3) / 2)
+    whole = of_ranks(3, own_sum=own, averaged_sum=2.0 + 1e-6)
+    assert whole["ranks/all/average_error"] == pytest.approx(5e-7)
+    assert "ranks/all/lost_rank" not in whole
+    compressed = of_ranks(3, own_sum=own, averaged_sum=1.9)  # what no single rank explains
+    assert compressed["ranks/all/average_error"] == pytest.approx(0.05)
+    assert "ranks/all/lost_rank" not in compressed
+    averaged_later = of_ranks(3, own_sum=own, averaged_sum=own)
+    assert "ranks/all/average_error" not in averaged_later
 
 
 def test_of_a_thousand_ranks_only_those_that_are_apart_have_keys_of_their_own() -> None:

@@ -96,16 +96,16 @@ def test_rounding_and_what_is_not_known_are_no_difference() -> None:
     assert found.ranks == ()
 
 
-def test_steps_in_a_row_are_counted_and_the_first_sample_is_remembered() -> None:
+def test_steps_are_counted_and_the_first_sample_is_remembered() -> None:
     same, other = sums([1.0], [1.0], [4.0]), sums([2.0], [2.0], [4.0])
     apart_ = sums([1.0], [1.0], [5.0])
     first = compare(np.array([header(1), header(1)]), np.array([same, apart_]), None, is_first=True)
-    assert (first.begun, first.begun_averaged, first.num_gradients) == (1.0, 1.0, 0)
+    assert (first.begun, first.begun_averaged, first.num_different) == (1.0, 1.0, 0)
     second = compare(np.array([header(2), header(2)]), np.array([same, other]), first, is_first=False)
     third = compare(np.array([header(5), header(5)]), np.array([same, other]), second, is_first=False)
-    assert (third.begun, third.num_gradients, third.gradients_since, third.step) == (1.0, 2, 2, 5)
+    assert (third.begun, third.num_different, third.different_since, third.step) == (1.0, 2, 2, 5)
     fourth = compare(np.array([header(6), header(6)]), np.array([same, same]), third, is_first=False)
-    assert (fourth.num_gradients, fourth.begun) == (0, 1.0)
+    assert (fourth.num_different, fourth.num_compared, fourth.begun) == (2, 4, 1.0)
 
 
 def test_rates_and_runs_of_their_own_are_seen() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from ..snapshot import keys
 from .evidence import Evidence
 
 
@@ -257,7 +258,7 @@ _CAUSES: Final = (
         "not_averaged", "gradients are not averaged over ranks", "Call the wrapped model, not its inner one",
         "call the model that DistributedDataParallel returns, and wrap it after it was moved; without it all-reduce "
         "the gradients before step(); if ranks are meant to train models of their own, leave this kind out of rules=",
-        frozenset(), lambda e: not e.f.fact("replicas_gradients") > 0 or e.f.fact("replicas_gradients_num") > 0,
+        frozenset(), lambda e: not e.f.fact("replicas_num_different") > 0 or e.f.fact("replicas_gradients_num") > 0,
     ),
     Cause(
         "replicas_began_apart", "replicas started differently", "Broadcast rank 0's parameters first",
@@ -269,14 +270,20 @@ _CAUSES: Final = (
         "rank_gradient", "ranks apply different gradients", "Check what ranks do after the averaging",
         "look for code between the averaging and step() that does not do the same on every rank, such as clipping, "
         "or a condition on the rank; go on from a checkpoint of before this step",
-        frozenset(), lambda e: not e.f.fact("replicas_gradients") > 0, "rank {rank} applies another gradient",
+        frozenset(), lambda e: not e.f.fact("replicas_num_different") > 0, "rank {rank} applies another gradient",
+    ),
+    Cause(
+        "contribution_lost", "a rank's contribution to the average was lost", "Test the links between devices",
+        "test the links between devices and hosts, and the communication hook if there is one; go on from a checkpoint "
+        "of before this step",
+        frozenset(), lambda e: not e.f.ranks(keys.LOST_RANK) >= 0, "the contribution of rank {rank} was lost",
     ),
     Cause(
         "replica_changed", "parameters that not all ranks have changed", "Go on from an earlier checkpoint",
         "look for code that changes parameters on some ranks only, such as a checkpoint that not all have loaded; go "
         "on from a checkpoint of before this step on all ranks; where it happens again on the same rank, have its "
         "device tested: its memory or arithmetic may fail",
-        frozenset(), lambda e: e.f.fact("replicas_gradients") > 0 or e.f.fact("replicas_own_rates") > 0,
+        frozenset(), lambda e: e.f.fact("replicas_num_different") > 0 or e.f.fact("replicas_own_rates") > 0,
         "parameters that only rank {rank} has changed",
     ),
     Cause(

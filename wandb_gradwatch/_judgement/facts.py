@@ -70,6 +70,7 @@ class Run(Remembers):
         self.has_stepped = False
         # By the newest checksums of `Ranks()`: the ranks whose parameters are not those of most ranks, and the step of
         # the first of these checksums in a row
+        self.num_exact = self.num_inexact = 0  # samples of `Ranks()` whose average over ranks is right, and the others
         self.apart_ranks: list[int] = []
         self.apart_step = 0
 
@@ -115,6 +116,10 @@ class Facts:
     def fact(self, name: str) -> float:
         """A fact of the model's inputs, outputs or loss."""
         return self.metric(keys.FACT + name)
+
+    def ranks(self, name: str) -> float:
+        """What `Ranks()` has found of all ranks together."""
+        return self.metric(f"{keys.RANKS}/all/{name}")
 
     def per_parameter(self, name: str) -> FloatArray:
         """A fact of each parameter: [P]."""

@@ -17,6 +17,7 @@ from .structure import ModelInfo, Structure
 
 # P watched parameters, L modules
 
+_ROUNDING: Final = 1e-3  # largest error of an average over ranks, as a share of the gradients' norm
 _CHECKSUM: Final = (keys.RANKS, keys.APART)  # family and metric
 
 
@@ -122,9 +123,12 @@ class Observer:
         """Remember what the checksums of this sample say of the ranks, until there are others."""
         split = {key: keys.split_metric(key) for key in facts.snapshot.metrics}
         known = {parts[1]: facts.metric(key) for key, parts in split.items() if parts and parts[::2] == _CHECKSUM}
+        run = self.run
+        error = facts.ranks(keys.AVERAGE_ERROR)
+        run.num_exact += error <= _ROUNDING
+        run.num_inexact += error > _ROUNDING
         if not any(value == value for value in known.values()):
             return
-        run = self.run
         was_apart, run.apart_ranks = (
             run.apart_ranks,
             sorted(int(name.removeprefix("rank_")) for name, value in known.items() if value == 1 and name != "all"),

@@ -27,7 +27,7 @@ def _may_be_judged(facts: Facts) -> bool:
 
 def others_gradient(facts: Facts) -> bool:
     """Whether some ranks apply other gradients than the rest, which is averaged; or all do, after the averaging."""
-    if not _may_be_judged(facts) or not _of(facts, "num_gradients") >= 2:
+    if not _may_be_judged(facts) or not _of(facts, "gradients") > 0:
         return False
     if _of(facts, "gradients_num") > 0 or _of(facts, "left_equal") > 0.5:
         return True
@@ -38,21 +38,18 @@ def others_gradient(facts: Facts) -> bool:
 
 
 def never_averaged(facts: Facts) -> bool:
-    """Whether no rank has the gradient of another one, although DistributedDataParallel holds the parameters."""
-    return _is_unaveraged(facts) and _of(facts, "by_ddp") > 0 and _of(facts, "num_gradients") >= _SURE
+    """Whether all ranks have applied gradients of their own, although DistributedDataParallel holds the parameters."""
+    is_meant = _may_be_judged(facts) and _of(facts, "by_ddp") > 0 and not others_gradient(facts)
+    return is_meant and not _of(facts, "gradients_num") > 0 and _of(facts, "num_different") >= _SURE
 
 
 def averaged_by_nothing(facts: Facts) -> bool:
     """The same without DistributedDataParallel, for so long that nothing averages parameters either."""
-    steps = _of(facts, "step") - _of(facts, "gradients_since")
-    is_whole = _of(facts, "gradients") >= 0.5 and _of(facts, "begun") == 0
-    return _is_unaveraged(facts) and is_whole and steps >= _LONG and not _of(facts, "uneven") > 0
-
-
-def _is_unaveraged(facts: Facts) -> bool:
-    if not _may_be_judged(facts) or others_gradient(facts):
+    if not _may_be_judged(facts) or others_gradient(facts) or _of(facts, "gradients_num") > 0:
         return False
-    return _of(facts, "num_gradients") > 0 and not _of(facts, "gradients_num") > 0
+    is_always = _of(facts, "num_different") == _of(facts, "num_compared") and _of(facts, "gradients") >= 0.5
+    steps = _of(facts, "step") - _of(facts, "different_since")
+    return is_always and _of(facts, "begun") == 0 and steps >= _LONG and not _of(facts, "uneven") > 0
 
 
 def began_apart(facts: Facts) -> bool:
@@ -61,10 +58,24 @@ def began_apart(facts: Facts) -> bool:
 
 
 def moved_apart(facts: Facts) -> bool:
-    """Whether parameters differ that began alike and get the same gradients."""
+    """Whether parameters differ that began alike and get the same gradients, at least now."""
     if facts.run.apart_ranks and not facts.fact("replicas") > 1:
         return True
-    return _may_be_judged(facts) and not _of(facts, "begun") > 0 and _of(facts, "averaged") > 0.5
+    if not _may_be_judged(facts) or _of(facts, "begun") > 0 or not _of(facts, "averaged") > 0.5:
+        return False
+    # If the averaging was left out in some steps, a few more show it.
+    is_clear = not _of(facts, "num_different") > 0 or not _of(facts, "by_ddp") > 0 or _of(facts, "parameters_num") > 0
+    return is_clear and not others_gradient(facts)
+
+
+def has_lost(facts: Facts) -> bool:
+    """Whether the averaged gradient lacks what one rank has contributed, while it is usually right."""
+    return facts.ranks(keys.LOST_RANK) >= 0 and facts.run.num_exact > facts.run.num_inexact
+
+
+def said_of_average(facts: Facts) -> str:
+    """What was seen of the average over ranks, in words."""
+    return f"the averaged gradient lacks what rank {facts.ranks(keys.LOST_RANK):.0f} has contributed"
 
 
 def named_P(facts: Facts) -> BoolArray | bool:
@@ -77,6 +88,8 @@ def named_P(facts: Facts) -> BoolArray | bool:
 
 def rank_of(facts: Facts) -> int | None:
     """The only rank that differs from most others; None if there are several, or only two ranks."""
+    if has_lost(facts):
+        return int(facts.ranks(keys.LOST_RANK))
     for name in ("gradients", "parameters"):
         if _of(facts, f"{name}_num") == 1:
             return int(_of(facts, f"{name}_rank"))
@@ -84,9 +97,13 @@ def rank_of(facts: Facts) -> int | None:
 
 
 def since(facts: Facts) -> int:
-    """The first of the compared steps in a row in which ranks differ."""
-    name = "gradients_since" if _of(facts, "gradients") > 0 else "parameters_since"
-    return int(_of(facts, name)) if facts.fact("replicas") > 1 else facts.run.apart_step
+    """The first compared step in which ranks differed."""
+    if has_lost(facts):
+        return facts.step
+    if not facts.fact("replicas") > 1:
+        return facts.run.apart_step
+    name = "different_since" if _of(facts, "num_different") > 0 else "parameters_since"
+    return int(_of(facts, name))
 
 
 def said_of_gradients(facts: Facts) -> str:
@@ -95,7 +112,8 @@ def said_of_gradients(facts: Facts) -> str:
     fact = f"{which} applied another gradient than most of {num}" if which else f"{num} applied different gradients"
     if _of(facts, "left_equal") > 0.5:
         fact += ", although the backward had left equal ones"
-    return f"{fact}, in {_of(facts, 'num_gradients'):.0f} compared steps in a row from step {since(facts)} on"
+    num_different, num_compared = _of(facts, "num_different"), _of(facts, "num_compared")
+    return f"{fact}, in {num_different:.0f} of {num_compared:.0f} compared steps, from step {since(facts)} on"
 
 
 def said_of_parameters(facts: Facts) -> str:

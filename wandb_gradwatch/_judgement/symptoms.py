@@ -449,6 +449,7 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
         *RANKS, "ERROR", lambda f: replicas.never_averaged(f) and replicas.named_P(f), replicas.said_of_gradients,
         of="parameters", always=True,
     ),
+    Symptom(*RANKS, "ERROR", replicas.has_lost, replicas.said_of_average, always=True),
     Symptom(*RANKS, "WARN", replicas.averaged_by_nothing, replicas.said_of_gradients, always=True),
     Symptom(
         *RANKS, "ERROR", lambda f: (replicas.began_apart(f) or replicas.moved_apart(f)) and replicas.named_P(f),

@@ -226,20 +226,22 @@ class Pipeline:
         session = self._session
         if self._has_looked or session is None:
             return True
+        is_open = False
         if not session.is_found:
             self._own_part = self._own_part or trained_description(session.description, self._parts.registry)
             session.settle(self._own_part, united, seconds=seconds if session.is_open else 0.0)
-            if session.is_open and not gives_up and len(self._arrived) <= _MOST_WAITING:
+            is_open = session.is_open
+            if is_open and not gives_up and len(self._arrived) <= _MOST_WAITING:
                 return False
         self._has_looked = True
-        self._divide(session)
+        self._divide(session, is_unknown=is_open or session.is_ambiguous)
         if self._parts.merges_ranks:
             self._meet_ranks()
         return True
 
-    def _divide(self, session: RankSession) -> None:
+    def _divide(self, session: RankSession, *, is_unknown: bool) -> None:
         """Learn which parts of the model are whose. If that stays unknown, no rank's rows are those of the whole."""
-        has_shards, is_unknown = self._shards.any, session.is_ambiguous or session.is_open
+        has_shards = self._shards.any
         whole = whole_model(session.whole, self._own_part, self._parts.registry.prefix)
         if whole is not None and self._shards.split(whole.ranks):
             self._whole = whole
@@ -250,7 +252,7 @@ class Pipeline:
                     "DistributedDataParallel does not synchronise them: each rank's are counted, as those of experts. "
                     "If they are replicas, call watch() after they are made equal.",
                 )
-        if self._parts.guard is not None and (self._whole is not None or session.is_open):
+        if self._parts.guard is not None and (self._whole is not None or is_unknown):
             self._parts.guard.refuse_parts()
         if not has_shards and not is_unknown and (whole is None or whole.have_same_names):
             self._replicas = Replicas(session, self._parts.registry, logs=self._dispatcher.logs_to_run)

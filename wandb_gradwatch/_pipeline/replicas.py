@@ -89,7 +89,8 @@ class Compared:
             in which they were changed after the backward.
         averaged: share of the groups with different parameters in which the gradients are equal, and not 0.
         begun, begun_averaged: `parameters.share` and `averaged` in the first sample; NaN if that was not compared.
-        num_gradients: compared steps in a row with different gradients, and the first of them.
+        num_compared, num_different: compared steps, and those with different gradients.
+        different_since: the first of the latter.
         parameters_since: the first of the compared steps in a row with different parameters.
     """
 
@@ -102,8 +103,9 @@ class Compared:
     averaged: float
     begun: float
     begun_averaged: float
-    num_gradients: int
-    gradients_since: int
+    num_compared: int
+    num_different: int
+    different_since: int
     parameters_since: int
     have_own_rates: bool
     have_own_runs: bool
@@ -118,11 +120,13 @@ def compare(headers_RH: FloatArray, sums_RCG: FloatArray, before: Compared | Non
     changed_G: BoolArray = np.logical_or.reduce(_differ(left_RG, received_RG), axis=0)
     averaged = _share(equal_G, parameters.groups)
     have_own_rates = bool(apart(headers_RH[:, [_HEADER.index("learning_rate")]]).groups.any())
-    num, gradients_since, parameters_since, begun, begun_averaged = 0, step, step, math.nan, math.nan
+    num_compared = num_different = 0
+    different_since, parameters_since, begun, begun_averaged = step, step, math.nan, math.nan
     if before is not None:
         have_own_rates |= before.have_own_rates
-        begun, begun_averaged, num = before.begun, before.begun_averaged, before.num_gradients
-        gradients_since = before.gradients_since if num else step
+        begun, begun_averaged = before.begun, before.begun_averaged
+        num_compared, num_different = before.num_compared, before.num_different
+        different_since = before.different_since if num_different else step
         parameters_since = before.parameters_since if before.parameters.groups.any() else step
     return Compared(
         len(headers_RH),
@@ -134,8 +138,9 @@ def compare(headers_RH: FloatArray, sums_RCG: FloatArray, before: Compared | Non
         averaged=averaged,
         begun=parameters.share if is_first else begun,
         begun_averaged=averaged if is_first else begun_averaged,
-        num_gradients=num + 1 if gradients.groups.any() else 0,
-        gradients_since=gradients_since,
+        num_compared=num_compared + 1,
+        num_different=num_different + bool(gradients.groups.any()),
+        different_since=different_since,
         parameters_since=parameters_since,
         have_own_rates=have_own_rates,
         have_own_runs=bool((headers_RH[:, _HEADER.index("logs")] > 0).all()),
@@ -210,7 +215,7 @@ class Replicas:
         self._session.ask("replicas", exchange)
 
     def _compare(self, store: Store) -> bool:
-        """Compare the steps that all ranks have published; False if a rank has published none."""
+        """Compare the steps that all ranks have published; False if the newest of this rank is not among them."""
         published = [str(rank) for rank in range(self._session.world)]
         if not store.check(published):
             return False
@@ -225,7 +230,7 @@ class Replicas:
                 sums_RCG[:, :, self._is_ignored_G] = math.nan
                 is_first = step == int(self._first[0][0])
                 self._compared = compare(rows_R[:, : len(_HEADER)], sums_RCG, self._compared, is_first=is_first)
-        return True
+        return self._compared is not None and self._compared.step == max(by_step[0])
 
     @property
     def _is_ignored_G(self) -> BoolArray:
@@ -252,8 +257,9 @@ class Replicas:
             "replicas_gradients": found.gradients.share,
             "replicas_gradients_num": len(found.gradients.ranks),
             "replicas_gradients_rank": min(found.gradients.ranks, default=math.nan),
-            "replicas_gradients_since": found.gradients_since,
-            "replicas_num_gradients": found.num_gradients,
+            "replicas_num_compared": found.num_compared,
+            "replicas_num_different": found.num_different,
+            "replicas_different_since": found.different_since,
             "replicas_left_equal": found.left_equal,
             "replicas_changed": found.changed,
             "replicas_parameters": found.parameters.share,

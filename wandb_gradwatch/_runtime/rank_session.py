@@ -107,7 +107,7 @@ class RankSession:
 
         Then `settle` asks it.
         """
-        return not self.is_found and self._watchers.add("watching", 0) == self.world
+        return not self.is_found and self._num_watching() == self.world
 
     def settle(self, description: str, unite: Unite, *, seconds: float = 0.0) -> None:
         """Ask rank 0 in the background, once, and wait so long for the answer.
@@ -123,6 +123,10 @@ class RankSession:
             def ask(everything: Store) -> bool:
                 self._publish_description(description, everything)
                 everything.set(f"final/{self._number}", digest)
+                if self.is_found:  # the ranks are alike by now
+                    return True
+                if self._num_watching() < self.world:
+                    return False
                 if self.rank == 0 and not self._answer(everything, unite):
                     return False
                 return self._read_answer(everything)
@@ -176,7 +180,7 @@ class RankSession:
         different = _without_common([json.loads(text) for text in watchers.multi_get(keys)])
         own = [number for number, _ in different[0]]
         if self._number not in own:  # alike by now
-            return True
+            return False
         answer: dict[str, Any] = {"session": None, "is_ambiguous": False}
         asking = [number for of_rank in different for number, _ in of_rank]
         if len({len(of_rank) for of_rank in different}) > 1:
@@ -220,6 +224,9 @@ class RankSession:
     def _settled(self, session: _Session) -> None:
         self._session = session
         self._is_answered.set()
+
+    def _num_watching(self) -> int:
+        return self._watchers.add("watching", 0)
 
     def _publish_description(self, description: str, everything: Store) -> None:
         key = f"what/{_digest_of(description)}"

@@ -26,9 +26,10 @@ from ._rules import SlowRank
 
 # R ranks, F fields of each; N parts of a step's batch: micro-batches, or ranks; W samples of an estimate
 
-_FIELDS: Final = ("is_there", "square", "loss", "seconds", "checksum", "layout")
+_FIELDS: Final = ("is_there", "square", "loss", "seconds", "checksum", "layout", "own_sum", "averaged_sum")
 _UNSEEN: Final = -1.0  # instead of a square: this rank has no gradient of its own
 _MAX_RANK_KEYS: Final = 64  # with more ranks only the lowest, the median and the highest are logged
+_ROUNDING: Final = 1e-3  # largest error of the averaged gradient's sum, as a share of the gradients' norm
 _MODULUS: Final = 2**48  # of checksums: exact in float64, and a flip of any of 32 bits changes the result
 
 
@@ -45,6 +46,9 @@ class Ranks(OwnGradientProbe):
     - `apart`: 1 if the rank's parameters differ from those of most ranks, by a checksum of their bits before the
       update; `ranks/all/apart` is the number of such ranks. Ranks of HSDP that hold the same shards are compared; the
       shards of FSDP alone have no replicas.
+    - `ranks/all/average_error`: the difference of the sum over the averaged gradient and of the mean of the ranks' own
+      sums, as a share of the gradients' norm: 0 but for rounding. If it is what one rank has contributed, that rank is
+      `ranks/all/lost_rank`.
 
     With more than 64 ranks, single ranks are logged only if they are apart. If the gradient is not finite on some ranks
     only, the alert names the first of them. Every rank must call watch() with the same arguments: the numbers travel
@@ -54,9 +58,9 @@ class Ranks(OwnGradientProbe):
         match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
         checksum_every: compare checksums at every n-th sampled step; 0: never, for replicas that differ on purpose.
 
-    Memory, and cost at a sampled step: one pass over each gradient inside the backward; if steps have several
-    backwards, two more passes and two copies of the gradients. A checksum takes one pass over the parameters. A flush
-    sends 48 bytes per rank and sample.
+    Memory, and cost at a sampled step: two passes over each gradient inside the backward, and one after it; if steps
+    have several backwards, two more passes and two copies of the gradients. A checksum takes one pass over the
+    parameters. A flush sends 64 bytes per rank and sample.
 
     Raises:
         ValueError: checksum_every is negative; watch() raises it if match matches nothing.
@@ -81,6 +85,8 @@ class Ranks(OwnGradientProbe):
         self._updated_at, self._waited, self._seconds = None, 0.0, math.nan
         self._loss: Tensor | None = None
         self._checksums: list[Tensor] = []
+        self._own_sums: dict[str, Tensor] = {}
+        self._averaged_sums: dict[str, Tensor] = {}
         self._layout: list[object] = []  # describes the parameters in the checksum
         self._is_checked = self._checksum_every > 0 and self._num_due % self._checksum_every == 0
         self._num_due += next_step_is_due
@@ -90,8 +96,14 @@ class Ranks(OwnGradientProbe):
         if self._match.chooses(name):
             self._seconds = self._clock() - self._began - self._waited
 
+    def own_known(self, name: str, own: Tensor) -> None:
+        self._own_sums[name] = _sum_of(own)
+
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
+        for tensor in tensors:
+            if tensor.name in self._own_sums and tensor.gradient is not None:
+                self._averaged_sums[tensor.name] = _sum_of(tensor.gradient)
         self._waited = self._clock() - self._began - self._seconds
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -124,9 +136,19 @@ class Ranks(OwnGradientProbe):
             digest = hashlib.sha256(repr(sorted(map(repr, self._layout))).encode()).digest()
             layout = float(int.from_bytes(digest[:6], "big"))
         own_F = torch.zeros(len(_FIELDS), dtype=wide_dtype(device), device=device)
-        for place, value in enumerate((1.0, square, loss, self._seconds, checksum, layout)):
+        own_sum, averaged_sum = self._total(self._own_sums, device), self._total(self._averaged_sums, device)
+        if not squares or self._own_sums.keys() != self._averaged_sums.keys():
+            own_sum = averaged_sum = math.nan
+        fields = (1.0, square, loss, self._seconds, checksum, layout, own_sum, averaged_sum)
+        for place, value in enumerate(fields):
             own_F[place] = value
         return {keys.RANKS: ProbeSums(own_F, ReadByProbe(len(_FIELDS), side_by_side=True))}
+
+    def _total(self, sums: Mapping[str, Tensor], device: torch.device) -> Tensor | float:
+        """The sum over parameters, without the loss scale."""
+        if not sums:
+            return math.nan
+        return torch.stack([onto(self.without_scale(name, one, power=1), device) for name, one in sums.items()]).sum()
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         of_ranks = np.reshape(sums[keys.RANKS].sums if keys.RANKS in sums else (), (-1, len(_FIELDS)))
@@ -143,7 +165,30 @@ class Ranks(OwnGradientProbe):
         not_finite = ranks_R[own_R][~np.isfinite(squares_R)]
         if 0 < len(not_finite) < len(squares_R):
             found[keys.FIRST_NONFINITE_RANK] = float(not_finite[0])
-        return found
+        return found | _averaged(ranks_R, of["own_sum"], of["averaged_sum"], norms_R)
+
+
+def _sum_of(gradient: Tensor) -> Tensor:
+    """The sum over the elements, or over their real and imaginary parts."""
+    return reals(gradient).sum(dtype=wide_dtype(gradient.device))
+
+
+def _averaged(ranks_R: IntArray, own_R: FloatArray, averaged_R: FloatArray, norms_R: FloatArray) -> dict[str, float]:
+    """Compare the sum over the averaged gradient with the mean of the ranks' own sums, to which it is equal.
+
+    The error is a share of the gradients' norm. If it is what one rank has contributed, that rank is `lost_rank`.
+    """
+    unit = float(np.sqrt(np.mean(norms_R**2))) if len(norms_R) == len(ranks_R) else math.nan
+    averaged = float(np.median(averaged_R))
+    is_averaged = float(np.ptp(averaged_R)) <= _ROUNDING * unit  # False if any of them is not known
+    if not is_averaged or not np.isfinite(own_R).all():
+        return {}
+    error = abs(averaged - float(own_R.mean())) / unit
+    found = {f"{keys.RANKS}/all/{keys.AVERAGE_ERROR}": error}
+    without_R = np.abs(averaged - (own_R.sum() - own_R) / len(own_R)) / unit
+    if error > _ROUNDING and without_R.min() < min(_ROUNDING, error / 10):
+        found[f"{keys.RANKS}/all/{keys.LOST_RANK}"] = float(ranks_R[without_R.argmin()])
+    return found
 
 
 def _compared(name: str, ranks_R: IntArray, values_R: FloatArray) -> dict[str, float]:

@@ -117,10 +117,12 @@ REPLICA_FACTS: Final = (  # by the newest comparison of ranks, in samples after 
     "replicas_own_rates",  # 1: ranks have had different learning rates
     # Of the gradients that the optimizers received, and of the parameters before the update: the share of the groups of
     # parameters in which ranks differ; the number of ranks that differ from most of them, 0 if most differ, and the
-    # first of these; the first of the compared steps in a row
-    *("replicas_gradients", "replicas_gradients_num", "replicas_gradients_rank", "replicas_gradients_since"),
-    *("replicas_parameters", "replicas_parameters_num", "replicas_parameters_rank", "replicas_parameters_since"),
-    "replicas_num_gradients",  # these steps with different gradients
+    # first of these
+    *("replicas_gradients", "replicas_gradients_num", "replicas_gradients_rank"),
+    *("replicas_parameters", "replicas_parameters_num", "replicas_parameters_rank"),
+    "replicas_parameters_since",  # the first of the compared steps in a row
+    # The compared steps, those with different gradients, and the first of these
+    *("replicas_num_compared", "replicas_num_different", "replicas_different_since"),
     # Shares of the groups with different gradients: the backward left equal ones; they were changed after it
     *("replicas_left_equal", "replicas_changed"),
     "replicas_averaged",  # share of the groups with different parameters in which gradients are equal, and not 0
@@ -194,6 +196,8 @@ LOAD_RATIO: Final = "load_ratio"  # in ROUTER, of one expert
 RANKS: Final = "ranks"
 APART: Final = "apart"  # in RANKS: 1 if this rank's replica differs from that of most ranks
 SECONDS: Final = "seconds"  # in RANKS
+AVERAGE_ERROR: Final = "average_error"  # in RANKS, of all: the error of the average over ranks
+LOST_RANK: Final = "lost_rank"  # in RANKS, of all: the rank whose contribution to the average is missing
 METRIC_FAMILIES: Final = (
     *(ACTIVATION, ATTENTION, ROUTER, UPDATE, OPTIMIZER_STATE, NOISE_SCALE, RANKS),
     *(PARAMETER, GRADIENT),
