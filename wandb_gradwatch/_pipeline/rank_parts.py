@@ -130,17 +130,14 @@ def whole_model(text: str, own: str, prefix: str) -> WholeModel | None:
         return None
     whole = json.loads(text)
     ranks = [frozenset(of) for of in whole["ranks"]]
-    places: dict[_Key, int] = {}
-    ranks_of: dict[_Key, frozenset[int]] = {}
-    for place, (_, name, shape, checksum, _, owners) in enumerate(whole["parameters"]):
-        key = name, tuple(shape), checksum
-        places[key] = place
-        ranks_of[key] = frozenset[int]().union(*(ranks[owner] for owner in owners))
     parameters, keys = whole["parameters"], list(_keys_of(own))
+    places = {(name, tuple(shape), check): place for place, (_, name, shape, check, _, _) in enumerate(parameters)}
+    owners_of = {key: tuple(parameters[places[key]][-1]) for key in keys}
+    united_ranks = {of: frozenset[int]().union(*(ranks[owner] for owner in of)) for of in set(owners_of.values())}
     return WholeModel(
         Names(tuple(prefix + one[0] for one in parameters), tuple(one[4] for one in parameters)),
         tuple(places[key] for key in keys),
-        tuple(ranks_of[key] for key in keys),
+        tuple(united_ranks[owners_of[key]] for key in keys),
         whole["have_same_names"],
         whole["num_apart"],
     )
