@@ -246,17 +246,18 @@ def scale_section(rows: list[dict[str, float]], machine: dict[str, Any], per_sec
     """What rank 0 does for all ranks."""
     lines = [
         f"| {row['ranks']:,.0f} | {row['publications_s']:.2f} | "
-        f"{row['publication_bytes'] * row['ranks'] / 2**20:.1f} | {row['compare_ms']:.1f} | {row['unite_ms']:.1f} | {row['united_bytes'] / 1024:.0f} | {row['derive_ms']:.1f} |"
+        f"{row['publication_bytes'] * row['ranks'] / 2**20:.1f} | {row['compare_ms']:.1f} | "
+        f"{row['unite_ms']:.1f} | {row['united_bytes'] / 1024:.0f} | {row['derive_ms']:.1f} |"
         for row in rows
     ]
     return f"""## What every training on several ranks asks of the others
 
 Measured on {machine["device"]}, {machine["cores"]} cores, by `python -m benchmarks.growth --scale`; a `TCPStore`
 answers {per_second:,.0f} requests per second here. **On the training thread nothing grows with the number of ranks**,
-except that a rank of stages or experts reads one list of all ranks, once: a rank asks the store for a few keys at its first sample, and rank 0 for one key at a flush, with which it publishes the
-cadence (`tests/test_rank_traffic.py` counts both, and that no collective is added under DistributedDataParallel).
-Everything else happens in a thread of each rank, whose requests are spread so that all ranks together make at most
-2,000 per second:
+except that a rank of stages or experts reads one list of all ranks, once: a rank asks the store for a few keys at its
+first sample, and rank 0 for one key at a flush, with which it publishes the cadence. `tests/test_rank_traffic.py`
+counts both, and that no collective is added under DistributedDataParallel. Everything else happens in a thread of each
+rank, whose requests are spread so that all ranks together make at most 2,000 per second:
 
 - the other ranks fetch the cadence, one or two requests each between two flushes;
 - [replicas](distributed.md#replicas) are compared at the first eight samples and at every flush: each rank replaces
@@ -266,7 +267,7 @@ Everything else happens in a thread of each rank, whose requests are spread so t
 
 In milliseconds of processor time on rank 0, for 1,000 parameters, or 8 stages of 100 parameters each:
 
-| ranks | store, s per publication | MiB, read by rank 0 | a step compared | parts united, once | KiB | `Ranks()`, a sample |
+| ranks | store, s per publication | MiB, rank 0 reads | compare a step | unite parts, once | KiB | `Ranks()`, a sample |
 | --: | --: | --: | --: | --: | --: | --: |
 {chr(10).join(lines)}"""
 
