@@ -267,7 +267,7 @@ rank, whose requests are spread so that all ranks together make at most 2,000 pe
 
 In milliseconds of processor time on rank 0, for 1,000 parameters, or 8 stages of 100 parameters each:
 
-| ranks | store, s per publication | MiB, rank 0 reads | compare a step | unite parts, once | KiB | `Ranks()`, a sample |
+| ranks | store, s per publication | MiB, rank 0 reads | compare a step | unite parts once | KiB | `Ranks()`, a sample |
 | --: | --: | --: | --: | --: | --: | --: |
 {chr(10).join(lines)}"""
 
