@@ -50,6 +50,8 @@ LOOKS_FOR: Final = {
     "loss_spike": "a loss that rises and stays there, or rises all the time",
     "loss_below_zero": "a loss that falls below 0 although it was above, or falls without a bound",
     "layers_frozen": "parameters that had a gradient, and are frozen while their optimizer goes on",
+    "ranks_disagree": "ranks that are meant to be [replicas](distributed.md#replicas) apply different gradients, or "
+    "have different parameters; with `Ranks()` bit by bit",
     "nothing_learned": "a loss that stays that of guessing, or where it began",
 }
 

@@ -25,7 +25,7 @@ from benchmarks.harness import Bench
 from benchmarks.machine import describe_machine
 from benchmarks.models import Task, TensorList, Trainee
 from benchmarks.monitors import Attached
-from benchmarks.ranks import computed, measure_pieces, measured_tree
+from benchmarks.ranks import computed, measure_pieces, measured_scale, measured_tree, requests_per_second
 from benchmarks.traffic import monitor_rows, offline_run
 from wandb_gradwatch._capture.parameter_registry import ParameterRegistry
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS
@@ -42,6 +42,7 @@ SOAK = Path(__file__).parent / "results/soak.json"  # written by `python -m benc
 ELEMENTS = 64  # per tensor: small, so that the cost is that of the calls, not of reading
 SAMPLES = 50  # per window: the default
 RANKS = (8, 64, 1000, 10_000)
+BEGIN_SCALE, END_SCALE = "<!-- begin: python -m benchmarks.growth --scale -->", "<!-- end: scale -->"
 
 
 def cost_of_tensors(num_tensors: int, rounds: int) -> dict[str, float]:
@@ -234,7 +235,51 @@ ranks, because all addresses pass through the job's single store, over one more 
 connect once, after the first sample, also in the background. Before each merge, every rank tells the store that it has
 come, and waits there for the last one, by four requests. If ranks cannot be connected, no rows are written, with one
 message, and training continues.
+
+{BEGIN_SCALE}
+{scale_section(found["scale"], machine, pieces["requests_per_s"])}
+{END_SCALE}
 """
+
+
+def scale_section(rows: list[dict[str, float]], machine: dict[str, Any], per_second: float) -> str:
+    """What rank 0 does for all ranks."""
+    lines = [
+        f"| {row['ranks']:,.0f} | {row['publications_s']:.2f} | "
+        f"{row['publication_bytes'] * row['ranks'] / 2**20:.1f} | {row['compare_ms']:.1f} | "
+        f"{row['unite_ms']:.1f} | {row['united_bytes'] / 1024:.0f} | {row['derive_ms']:.1f} |"
+        for row in rows
+    ]
+    return f"""## What every training on several ranks asks of the others
+
+Measured on {machine["device"]}, {machine["cores"]} cores, by `python -m benchmarks.growth --scale`; a `TCPStore`
+answers {per_second:,.0f} requests per second here. **On the training thread nothing grows with the number of ranks**,
+except that a rank of stages or experts reads one list of all ranks, once: a rank asks the store for a few keys at its
+first sample, and rank 0 for one key at a flush, with which it publishes the cadence. `tests/test_rank_traffic.py`
+counts both, and that no collective is added under DistributedDataParallel. Everything else happens in a thread of each
+rank, whose requests are spread so that all ranks together make at most 2,000 per second:
+
+- the other ranks fetch the cadence, one or two requests each between two flushes;
+- [replicas](distributed.md#replicas) are compared at the first eight samples and at every flush: each rank replaces
+  one key, and rank 0 reads all. The fewer numbers a rank publishes, the more ranks there are;
+- if ranks hold different parts, rank 0 reads what they watch, once, and publishes the whole, which each rank reads;
+- what `Ranks()` compares travels with the merge, and is read in its thread.
+
+In milliseconds of processor time on rank 0, for 1,000 parameters, or 8 stages of 100 parameters each:
+
+| ranks | store, s per publication | MiB, rank 0 reads | compare a step | unite parts once | KiB | `Ranks()`, a sample |
+| --: | --: | --: | --: | --: | --: | --: |
+{chr(10).join(lines)}"""
+
+
+def write_scale() -> None:
+    """Measure only what rank 0 does for all ranks, and write that section."""
+    per_second = requests_per_second()
+    rows = [measured_scale(ranks, {"requests_per_s": per_second}) for ranks in RANKS]
+    section = scale_section(rows, describe_machine(torch.device("cpu")), per_second)
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN_SCALE)
+    after = rest.split(END_SCALE)[1]
+    PAGE.write_text(f"{before}{BEGIN_SCALE}\n{section}\n{END_SCALE}{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -243,8 +288,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--scale", action="store_true", help="measure and write only what rank 0 does for all ranks")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.scale:
+        write_scale()
+        return
     if importlib.util.find_spec("numba") is not None:
         compile_for_cpu("compiled")  # otherwise compiled in the background during the first block
     found: dict[str, Any] = {
@@ -255,6 +304,7 @@ def main() -> None:
         "trees": [measured_tree(world) for world in arguments.ranks],
         "pieces": measure_pieces(),
     }
+    found["scale"] = [measured_scale(ranks, found["pieces"]) for ranks in RANKS]
     if SOAK.exists():
         found["soak"] = json.loads(SOAK.read_text(encoding="utf-8"))
     PAGE.parent.mkdir(exist_ok=True)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,14 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from wandb_gradwatch._measure.columns import FloatArray
+from wandb_gradwatch._measure.probe_values import ArrivedSums
+from wandb_gradwatch._pipeline.rank_parts import united
 from wandb_gradwatch._pipeline.rank_tree import GROUP, RankTree, places
+from wandb_gradwatch._pipeline.replicas import _starts, compare
+from wandb_gradwatch.metrics import Ranks
+from wandb_gradwatch.metrics._module_probe import ReadByProbe
+from wandb_gradwatch.metrics._ranks import _FIELDS
+from wandb_gradwatch.snapshot import keys
 
 _WAIT = timedelta(seconds=120)
 _ROUNDS = 5
@@ -121,6 +129,35 @@ def _bytes_written() -> int:
     """Return the bytes that this process has written so far, which are all gloo's messages."""
     [line] = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar")]
     return int(line.split()[1])
+
+
+def measured_scale(ranks: int, pieces: dict[str, float]) -> dict[str, float]:
+    """Measure what rank 0 does for all ranks, in the background, and compute the store's share."""
+    groups = len(_starts(1000, ranks))
+    headers, sums = np.ones((ranks, 3)), np.ones((ranks, 3, groups))
+    parts = [json.dumps([(f"layers.{stage}.{place}", [8, 8], True, 0) for place in range(100)]) for stage in range(8)]
+    of_parts = {part: [*range(place, ranks, 8)] for place, part in enumerate(parts)}
+    of_each = ReadByProbe(len(_FIELDS), side_by_side=True)
+    numbers = ArrivedSums(tuple(np.random.default_rng(0).random(ranks * len(_FIELDS))), of_each, None)
+    return {
+        "ranks": ranks,
+        "publications_s": ranks / pieces["requests_per_s"],
+        "publication_bytes": 16 * 8 * (3 + 3 * groups),
+        "compare_ms": _median_ms(lambda: compare(headers, sums, None, is_first=True)),
+        "unite_ms": _median_ms(lambda: united(of_parts)),
+        "united_bytes": len(united(of_parts)),
+        "derive_ms": _median_ms(lambda: Ranks().derive({keys.RANKS: numbers})),
+    }
+
+
+def _median_ms(action: Callable[[], object]) -> float:
+    """Processor time, which other programs disturb less than wall time."""
+    taken = []
+    for _ in range(_ROUNDS):
+        began = time.process_time()
+        action()
+        taken.append(time.process_time() - began)
+    return statistics.median(taken) * 1e3
 
 
 def measured_tree(world: int) -> dict[str, Any]:

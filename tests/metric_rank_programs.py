@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gradients import only
 from metric_probes import seen, values, watch
 from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss_of, shard, shard1, split
 from rank_programs import train as train_ranks
@@ -25,6 +26,7 @@ from wandb_gradwatch.metrics import (
     Ranks,
     Reference,
     Router,
+    SlowRank,
     Spectrum,
     Updates,
 )
@@ -305,7 +307,8 @@ def side_by_side(
     compared = Ranks(checksum_every=2)
     looks, lateness = itertools.count(), [0.0]
     compared._clock = lambda: lateness[0] + next(looks) / 1000
-    watcher, sink = watch(wrapped, [compared, NoiseScale()], log_every=4, histogram_every=4, log="all")
+    rules = [only("ranks_disagree"), SlowRank()]
+    watcher, sink = watch(wrapped, [compared, NoiseScale()], rules=rules, log_every=4, histogram_every=4, log="all")
     if not is_watched:
         watcher.remove()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)

@@ -17,7 +17,7 @@ from wandb_gradwatch._capture.probes import WatchedTensor
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._measure.elements import bits_of
 from wandb_gradwatch._measure.probe_values import ArrivedSums
-from wandb_gradwatch.metrics import Ranks, RanksDisagree, SlowRank
+from wandb_gradwatch.metrics import Ranks, SlowRank
 from wandb_gradwatch.metrics._forward_hooks import ModuleIndex
 from wandb_gradwatch.metrics._module_probe import ReadByProbe
 from wandb_gradwatch.metrics._ranks import _FIELDS
@@ -150,7 +150,7 @@ def test_replicas_of_a_shard_are_compared(call: Any, apart: int) -> None:
         assert result["metrics"]["ranks/rank_1/apart"][-2] == result["metrics"]["ranks/rank_3/apart"][-2] == 0
     told = alerts(call, "Ranks disagree")
     assert [step for step, _ in told] == [5] * (apart > 0)
-    assert all("The parameters of rank 0, rank 2 are not" in text for _, text in told)
+    assert all("The parameters of ranks 0, 2 are not" in text for _, text in told)
 
 
 @pytest.mark.distributed
@@ -243,12 +243,29 @@ def test_every_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
 
 def of_ranks(num: int, **fields: Any) -> dict[str, float]:
     """Return the numbers that Ranks() derives from fields: one value for all ranks, or a dict by rank."""
-    whole = {"is_there": 1.0, "square": 4.0, "loss": 1.0, "seconds": 0.1, "checksum": 7.0, "layout": 3.0} | fields
+    whole = {"is_there": 1.0, "square": 4.0, "loss": 1.0, "seconds": 0.1, "checksum": 7.0, "layout": 3.0}
+    whole |= {"own_sum": np.nan, "averaged_sum": np.nan} | fields
     rows = [
         [of.get(rank, 0.0) if isinstance(of, dict) else of for of in map(whole.get, _FIELDS)] for rank in range(num)
     ]
-    sums = ArrivedSums(tuple(np.ravel(rows).tolist()), ReadByProbe(len(_FIELDS) * num), None)
+    sums = ArrivedSums(tuple(np.ravel(rows).tolist()), ReadByProbe(len(_FIELDS), side_by_side=True), None)
     return dict(Ranks().derive({"ranks": sums}))
+
+
+def test_a_contribution_that_the_average_lacks_names_its_rank() -> None:
+    # Norms of 2 and sums of 1, 2, 3: their mean is 2; without that of rank 1 it is (1 + 3) / 3.
+    own = {0: 1.0, 1: 2.0, 2: 3.0}
+    found = of_ranks(3, own_sum=own, averaged_sum=4 / 3)
+    assert found["ranks/all/lost_rank"] == 1
+    assert found["ranks/all/average_error"] == pytest.approx((2 - 4 / 3) / 2)
+    whole = of_ranks(3, own_sum=own, averaged_sum=2.0 + 1e-6)
+    assert whole["ranks/all/average_error"] == pytest.approx(5e-7)
+    assert "ranks/all/lost_rank" not in whole
+    compressed = of_ranks(3, own_sum=own, averaged_sum=1.9)  # what no single rank explains
+    assert compressed["ranks/all/average_error"] == pytest.approx(0.05)
+    assert "ranks/all/lost_rank" not in compressed
+    averaged_later = of_ranks(3, own_sum=own, averaged_sum=own)
+    assert "ranks/all/average_error" not in averaged_later
 
 
 def test_of_a_thousand_ranks_only_those_that_are_apart_have_keys_of_their_own() -> None:
@@ -293,17 +310,10 @@ def test_a_rank_is_slow_if_it_is_the_slowest_in_every_sample() -> None:
     assert not list(SlowRank().check(snapshot(**little, highest__seconds_rank=always)))
 
 
-@pytest.mark.parametrize("rule", [RanksDisagree, SlowRank])
-def test_a_resumed_rule_continues_from_its_saved_state(rule: Any) -> None:
-    of = snapshot(
-        highest__seconds=[0.3] * 10,
-        median__seconds=[0.1] * 10,
-        highest__seconds_rank=[1.0] * 10,
-        all__apart=[0.0] * 7 + [1.0, np.nan, np.nan],
-        rank_2__apart=[0.0] * 7 + [1.0, np.nan, np.nan],
-    )
-    assert [alert.step for alert in rule().check(of)] == [7, 8, 9]
-    first, second = rule(), rule()
+def test_a_resumed_rule_continues_from_its_saved_state() -> None:
+    of = snapshot(highest__seconds=[0.3] * 10, median__seconds=[0.1] * 10, highest__seconds_rank=[1.0] * 10)
+    assert [alert.step for alert in SlowRank().check(of)] == [7, 8, 9]
+    first, second = SlowRank(), SlowRank()
     assert [alert.step for sample in range(8) for alert in first.check(of.sample(sample))] == [7]
     second.load_state_dict(first.state_dict())
     assert [alert.step for sample in (8, 9) for alert in second.check(of.sample(sample))] == [8, 9]

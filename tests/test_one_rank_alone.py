@@ -153,6 +153,13 @@ def session(monkeypatch: pytest.MonkeyPatch, process: dist.Store, rank: int, des
     return RankSession(description)
 
 
+def settle(sessions: list[RankSession]) -> None:
+    """Begin to train with these watchers, and wait for rank 0's answer."""
+    for seconds in (0.0, 60.0):
+        for one in sessions:
+            one.settle(one.description, str, seconds=seconds)
+
+
 def test_watchers_belong_together_by_what_they_watch_then_by_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     processes = [dist.PrefixStore("", store) for _ in range(2)]
@@ -161,13 +168,15 @@ def test_watchers_belong_together_by_what_they_watch_then_by_their_order(monkeyp
     alone.end()
     models = [session(monkeypatch, processes[rank], rank, "model") for rank in (1, 0)]
     stages = [session(monkeypatch, processes[rank], rank, f"stage {rank}") for rank in (1, 0)]
+    assert all(one.is_open for one in stages)
+    settle(stages)
     for pair in (models, stages):
         keys = [one.store("any") for one in pair]
         keys[0].set("from", "other")
         assert keys[1].get("from") == b"other"
     assert not models[0].store("any").check(["nothing"])
-    assert models[0].descriptions == []
-    assert stages[0].descriptions == ["stage 0", "stage 1"]
+    assert models[0].whole == ""
+    assert [one.whole for one in stages] == ["{'stage 0': [0], 'stage 1': [1]}"] * 2
     for one in (*models, *stages):
         one.end()
     listed = [processes[0].get(f"gradwatch/of 2/rank/{rank}") for rank in range(2)]
@@ -178,10 +187,27 @@ def test_ranks_with_different_numbers_of_different_watchers_do_not_guess(monkeyp
     store = dist.HashStore()
     processes = [dist.PrefixStore("", store) for _ in range(2)]
     watched = [(0, "evaluation"), (0, "stage 0"), (1, "stage 1")]
-    for one in [session(monkeypatch, processes[rank], rank, what) for rank, what in watched]:
+    sessions = [session(monkeypatch, processes[rank], rank, what) for rank, what in watched]
+    settle(sessions)
+    for one in sessions:
         assert one.is_found
         assert one.is_ambiguous
         assert one.store("any") is None
+
+
+def test_a_watcher_of_one_rank_alone_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    processes = [dist.PrefixStore("", store) for _ in range(2)]
+    both = [session(monkeypatch, processes[rank], rank, "model") for rank in range(2)]
+    for rank in range(2):
+        alone = session(monkeypatch, processes[rank], rank, f"evaluation of rank {rank}")
+        assert alone.is_open
+        settle([alone])
+        assert alone.is_found
+        assert not alone.is_ambiguous
+        assert (alone.store("any"), alone.whole) == (None, "")
+        alone.end()
+    assert all(one.store("any") is not None for one in both)
 
 
 def test_watchers_of_a_process_that_died_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

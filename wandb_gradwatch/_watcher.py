@@ -28,7 +28,7 @@ from ._judgement.verdict import Verdict, verdict_of
 from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import FIRST_BAD_OPERATION, REPLAYED, AlertManager
 from ._pipeline.dispatcher import Dispatcher
-from ._pipeline.pipeline import Pipeline
+from ._pipeline.pipeline import GUARD_SECONDS, Pipeline
 from ._pipeline.rank_parts import description
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_state import load_state, save_state
@@ -85,7 +85,7 @@ class Watcher:
             parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, self._session
         )
         if parts.guard is not None:
-            parts.guard.compare_ranks = self._pipeline.compare_ranks
+            parts.guard.compare_ranks = partial(self._pipeline.compare_ranks, seconds=GUARD_SECONDS, gives_up=True)
         self._models: list[weakref.ref[torch.nn.Module]] = []
         try:
             self._sampler.start(self._session)

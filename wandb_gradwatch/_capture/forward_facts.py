@@ -65,7 +65,7 @@ class ForwardMeaning:
     num_features: int  # whose variances are summed
     num_compared: int  # number of forwards whose checksums were compared with the ones before
     num_sums = _NUM_SUMS
-    of_every_rank = False
+    of_every_rank = side_by_side = False
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
         return self.facts(tuple(map(sum, zip(self.on_host, sums, strict=True))))

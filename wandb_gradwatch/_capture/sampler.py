@@ -43,6 +43,7 @@ from .schedule import RankPlans
 from .step_events import StepEvents
 
 _PROGRAM_BEGAN: Final = time.perf_counter()  # this package is imported near the start of a program
+_CADENCE: Final = "cadence"  # the prefix of the ranks' plans in the store
 
 
 class Sampler:
@@ -79,7 +80,8 @@ class Sampler:
         now, parts = time.perf_counter(), self.parts
         parts.schedule.start(now, self.seconds_spent, before=max(now - _PROGRAM_BEGAN, 0.0))
         if session is not None and parts.schedule.is_open_ended:
-            parts.schedule.ranks = RankPlans(partial(session.store, "cadence"), leads=session.rank == 0)
+            store, ask = partial(session.store, _CADENCE), partial(session.ask, _CADENCE)
+            parts.schedule.ranks = RankPlans(store, leads=session.rank == 0, ask=ask)
         if parts.probes.look_inside:
             self._hooks.tell_arrivals(())
         entries = parts.follow()

@@ -4,10 +4,12 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
 
+from .._runtime.store_thread import Request
 from .cadence import Budget, Cadence, Plan
 from .clock import SampleClock
 from .comparisons import Comparisons
@@ -182,40 +184,62 @@ class Schedule:
 
 
 class RankPlans:
-    """One cadence for all ranks: that of rank 0, which `leads`. No rank waits.
+    """One cadence for all ranks: that of rank 0. No rank waits.
 
     The ranks exchange plans at the same samples. A plan that rank 0 publishes at one of them takes effect at the next
     one, on all ranks: a rank whose gradients depend on rank 0 comes there after rank 0 has made all steps in between.
-    The keys in the store are the steps at which the plans were published.
+    Until then the other ranks fetch it in the background. The keys in the store are the steps at which the plans were
+    published.
 
     Args:
         store: returns the keys that the ranks share; None if not every rank is known to watch.
+        leads: whether this is rank 0.
+        ask: makes a request to the same keys in the background.
     """
 
-    def __init__(self, store: Callable[[], Store | None], *, leads: bool) -> None:
-        self._store, self._leads = store, leads
-        self._last: str | None = None  # the step of the last exchange
-        self._published: deque[str] = deque()
+    def __init__(
+        self, store: Callable[[], Store | None], *, leads: bool, ask: Callable[[Request], None] = lambda _: None
+    ) -> None:
+        self._store, self._leads, self._ask = store, leads, ask
+        self._last: int | None = None  # the step of the last exchange
+        self._plans: dict[int, Plan] = {}  # by step: published by this rank, or fetched
+        self._published: deque[int] = deque()  # the steps of this rank's plans in the store
 
     def exchange(self, step: int, own: Plan, *, must_agree: bool) -> Plan | None:
-        """Publish this rank's own plan if it leads. Returns the plan that takes effect now; None: the current one.
+        """Publish this rank's own plan on rank 0. Returns the plan that takes effect now; None: the current one.
 
         If rank 0 has published no plan, because it no longer watches, no other rank finds one either: all keep their
         current plan if they `must_agree` (those with shards must sample the same steps); otherwise `own` takes effect.
         """
-        store, key = self._store(), str(step)
-        last, self._last = self._last, key
+        store = self._store()
+        last, self._last = self._last, step
         if store is None:
             return own
         if self._leads:
-            store.set(key, f"{own.every * _MOST_STEPS + min(own.row_every, _MOST_STEPS - 1)}")
-            self._published.append(key)
-            if len(self._published) > _KEPT:
-                store.delete_key(self._published.popleft())
+            self._publish(store, step, own)
+        else:
+            self._ask(partial(self._fetch, step))
         if last is None:
             return None
+        found = self._plans.get(last)
+        if found is None and self._fetch(last, store):  # the background has not come to it
+            found = self._plans[last]
+        self._plans = {at: plan for at, plan in self._plans.items() if at > last}
+        return found if found is not None or must_agree else own
+
+    def _publish(self, store: Store, step: int, own: Plan) -> None:
+        """On this thread, because every rank must find the plan at the next exchange."""
+        plan = replace(own, row_every=min(own.row_every, _MOST_STEPS - 1))
+        store.set(str(step), f"{plan.every * _MOST_STEPS + plan.row_every}")
+        self._plans[step] = plan
+        self._published.append(step)
+        if len(self._published) > _KEPT:
+            store.delete_key(str(self._published.popleft()))
+
+    def _fetch(self, step: int, store: Store) -> bool:
+        """Read the plan of a step; False if there is none."""
         # `get` would wait for a key that is deleted meanwhile; adding 0 reads the number without waiting.
-        number = store.add(last, 0) if store.check([last]) else 0
-        if not number:
-            return None if must_agree else own
-        return Plan(*divmod(number, _MOST_STEPS))
+        number = store.add(str(step), 0) if store.check([str(step)]) else 0
+        if number:
+            self._plans = {**self._plans, step: Plan(*divmod(number, _MOST_STEPS))}
+        return number > 0

@@ -68,7 +68,7 @@ class StepSkipping:
     ) -> None:
         self._guard, self._window, self._shards, self._known, self._notices = guard, window, shards, known, notices
         self.replay: StepReplay | None = None  # runs a bad step again
-        self.compare_ranks: Callable[[], None] = lambda: None  # raises if ranks train different parameters
+        self.compare_ranks: Callable[[], object] = lambda: None  # raises if ranks train different parameters
         self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
         self._consensuses: dict[tuple[int, ...], RankConsensus] = {}  # of each optimizer, by its slots
         self._version = -1  # of the parameters, when the consensuses were made

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from ..snapshot import keys
 from .evidence import Evidence
 
 
@@ -20,6 +21,7 @@ class Cause:
         remedy: what to do, in full.
         leads_to: kinds of symptoms that follow from it: found later in its incident, they are not told again.
         is_refuted: whether the facts at hand do not allow it.
+        of_rank: what it is called if the only rank that it concerns is known, `{rank}`.
     """
 
     name: str
@@ -28,6 +30,10 @@ class Cause:
     remedy: str
     leads_to: frozenset[str] = frozenset()
     is_refuted: Callable[[Evidence], bool] = lambda _: False
+    of_rank: str = ""
+
+    def text_of(self, rank: int | None) -> str:
+        return self.of_rank.format(rank=rank) if self.of_rank and rank is not None else self.text
 
 
 _BREAKS: Final = frozenset(
@@ -247,6 +253,38 @@ _CAUSES: Final = (
     Cause(
         "code_after_backward", "code between backward() and step() changes the gradient", "Check that code",
         "check divisors, factors and reductions in the code between backward() and step()", _ALL,
+    ),
+    Cause(
+        "not_averaged", "gradients are not averaged over ranks", "Call the wrapped model, not its inner one",
+        "call the model that DistributedDataParallel returns, and wrap it after it was moved; without it all-reduce "
+        "the gradients before step(); if ranks are meant to train models of their own, leave this kind out of rules=",
+        frozenset(), lambda e: not e.f.fact("replicas_num_different") > 0 or e.f.fact("replicas_gradients_num") > 0,
+    ),
+    Cause(
+        "replicas_began_apart", "replicas started differently", "Broadcast rank 0's parameters first",
+        "seed all ranks alike or load the same checkpoint on all of them, or broadcast the parameters of rank 0 before "
+        "the first step",
+        frozenset(), lambda e: not e.f.fact("replicas_begun") > 0,
+    ),
+    Cause(
+        "rank_gradient", "ranks apply different gradients", "Check what ranks do after the averaging",
+        "look for code between the averaging and step() that does not do the same on every rank, such as clipping, "
+        "or a condition on the rank; go on from a checkpoint of before this step",
+        frozenset(), lambda e: not e.f.fact("replicas_num_different") > 0, "rank {rank} applies another gradient",
+    ),
+    Cause(
+        "contribution_lost", "a rank's contribution to the average was lost", "Test the links between devices",
+        "test the links between devices and hosts, and the communication hook if there is one; go on from a checkpoint "
+        "of before this step",
+        frozenset(), lambda e: not e.f.ranks(keys.LOST_RANK) >= 0, "the contribution of rank {rank} was lost",
+    ),
+    Cause(
+        "replica_changed", "parameters that not all ranks have changed", "Go on from an earlier checkpoint",
+        "look for code that changes parameters on some ranks only, such as a checkpoint that not all have loaded; go "
+        "on from a checkpoint of before this step on all ranks; where it happens again on the same rank, have its "
+        "device tested: its memory or arithmetic may fail",
+        frozenset(), lambda e: e.f.fact("replicas_num_different") > 0 or e.f.fact("replicas_own_rates") > 0,
+        "parameters that only rank {rank} has changed",
     ),
     Cause(
         "bad_rank", "one bad rank", "Look at that rank's data and device",

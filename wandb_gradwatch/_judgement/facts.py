@@ -68,6 +68,11 @@ class Run(Remembers):
         self.came_step = -(10**9)  # the step at which parameters got a gradient that had none before
         self.num_jumping = 0  # samples in a row in which a single gradient is far above its usual size
         self.has_stepped = False
+        # By the newest checksums of `Ranks()`: the ranks whose parameters are not those of most ranks, and the step of
+        # the first of these checksums in a row
+        self.num_exact = self.num_inexact = 0  # samples of `Ranks()` whose average over ranks is right, and the others
+        self.apart_ranks: list[int] = []
+        self.apart_step = 0
 
 
 class Facts:
@@ -111,6 +116,10 @@ class Facts:
     def fact(self, name: str) -> float:
         """A fact of the model's inputs, outputs or loss."""
         return self.metric(keys.FACT + name)
+
+    def ranks(self, name: str) -> float:
+        """What `Ranks()` has found of all ranks together."""
+        return self.metric(f"{keys.RANKS}/all/{name}")
 
     def per_parameter(self, name: str) -> FloatArray:
         """A fact of each parameter: [P]."""

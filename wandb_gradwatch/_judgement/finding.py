@@ -12,6 +12,7 @@ import numpy as np
 
 from ..snapshot import keys
 from ..snapshot._arrays import derived
+from . import replicas
 from .evidence import Evidence
 from .facts import Facts, where
 from .incident import Incident, Layer, Level
@@ -91,7 +92,7 @@ def finding_of(
 @np.errstate(all="ignore")  # it is called after the judgement of its sample, or not at all
 def _detail(symptom: Symptom, facts: Facts, places: list[int], since: int) -> Detail:
     evidence = Evidence(facts, symptom.kind, places, symptom.of)
-    fact, rank = symptom.says(facts), _rank(facts)
+    fact, rank = symptom.says(facts), _rank(symptom, facts)
     if facts.sample.guarded:
         fact += "; the guard left this update out"
     if facts.sample.left_out:
@@ -102,11 +103,15 @@ def _detail(symptom: Symptom, facts: Facts, places: list[int], since: int) -> De
         since = min(since, evidence.onset_step)
     if symptom.kind == "gradient_spike":
         since = facts.past.last_step
+    if symptom.kind == "ranks_disagree":  # found when the numbers of all ranks were there
+        since = replicas.since(facts)
     layers, values = _layers(symptom, facts, places), _values(facts)
     return Detail(fact, since, layers, values, evidence, explain(evidence), rank)
 
 
-def _rank(facts: Facts) -> int | None:
+def _rank(symptom: Symptom, facts: Facts) -> int | None:
+    if symptom.kind == "ranks_disagree":
+        return replicas.rank_of(facts)
     rank = facts.metric(keys.FIRST_NONFINITE_RANK)
     return None if math.isnan(rank) else int(rank)
 

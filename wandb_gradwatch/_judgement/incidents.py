@@ -187,6 +187,6 @@ def _explained(incident: Incident, explanation: Explanation) -> Incident:
     cause, rival = explanation.cause, explanation.rival
     remedy = cause.remedy if rival is None else f"{cause.remedy}; if that changes nothing, {rival.remedy}"
     return replace(
-        incident, cause=cause.name, cause_text=cause.text, rival="" if rival is None else rival.name,
+        incident, cause=cause.name, cause_text=cause.text_of(incident.rank), rival="" if rival is None else rival.name,
         rival_text="" if rival is None else rival.text, evidence=explanation.shows, advice=cause.advice, remedy=remedy,
     )  # fmt: skip

@@ -95,7 +95,7 @@ class _Scale:
         first = int(np.argmin(np.where(lasts_P, streak.since, np.inf)))
         since, earlier = int(streak.since[first]), int(streak.before[first])
         unmeasured = earlier + 1 if earlier + 1 < since and self._every == 1 else None
-        places = where(lasts_P) if symptom.of else []
+        places = where(lasts_P) if isinstance(is_there, np.ndarray) else []
         return finding_of(symptom, facts, places, since=since, unmeasured_from=unmeasured, every=self._every)
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from .._analysis.memory import PerKind
 from .._measure.columns import Column
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 from ..snapshot._overview import Overview
 from .facts import Facts, Run
 from .past import Past
 from .structure import ModelInfo, Structure
 
 # P watched parameters, L modules
+
+_ROUNDING: Final = 1e-3  # largest error of an average over ranks, as a share of the gradients' norm
+_CHECKSUM: Final = (keys.RANKS, keys.APART)  # family and metric
 
 
 class Observer:
@@ -83,6 +86,7 @@ class Observer:
             if run.num_losses <= 16:
                 run.loss_top = max(run.loss_top, facts.loss)
         self._count_gradients(facts)
+        self._count_checksums(facts)
         run.had.of(names)[facts.present_P] = 1.0
         missing_P = facts.missing_P
         trainable_P = facts.present_P | missing_P
@@ -114,6 +118,22 @@ class Observer:
             before_P = facts.past.rows.back(Column.NUM_ELEMENTS, facts.structure.names)
             if facts.sample.norm > 0 and np.count_nonzero(facts.present_P & np.isnan(before_P)):
                 run.came_step = facts.step
+
+    def _count_checksums(self, facts: Facts) -> None:
+        """Remember what the checksums of this sample say of the ranks, until there are others."""
+        split = {key: keys.split_metric(key) for key in facts.snapshot.metrics}
+        known = {parts[1]: facts.metric(key) for key, parts in split.items() if parts and parts[::2] == _CHECKSUM}
+        run = self.run
+        error = facts.ranks(keys.AVERAGE_ERROR)
+        run.num_exact += error <= _ROUNDING
+        run.num_inexact += error > _ROUNDING
+        if not any(value == value for value in known.values()):
+            return
+        was_apart, run.apart_ranks = (
+            run.apart_ranks,
+            sorted(int(name.removeprefix("rank_")) for name, value in known.items() if value == 1 and name != "all"),
+        )
+        run.apart_step = run.apart_step if was_apart else facts.step
 
     def _remember(self, facts: Facts) -> None:
         """Add the sample to the past of its kind. Trial points and samples without an update do not belong to it."""

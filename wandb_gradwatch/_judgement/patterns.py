@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from .._analysis.formatting import number
+from ..snapshot import keys
+from . import replicas
 from .causes import CAUSES, Cause
 from .evidence import Evidence
 from .facts import X3, X10, X30, X100
@@ -43,6 +45,7 @@ KINDS: Final = {
     "clipping_too_tight": "C", "loss_scale_collapse": "A", "loss_below_zero": "B", "large_inputs": "X",
     "not_in_optimizer": "O", "gradients_not_reset": "Z", "learning_rate_negative": "R", "gradient_changed": "H",
     "zero_inputs": "0", "layers_frozen": "K", "repeated_inputs": "2", "layer_jump": "J", "nothing_learned": "T",
+    "ranks_disagree": "P",
 }  # fmt: skip
 _UP: Final = "EQGLNFA"  # what too large updates lead to
 _DEEP: Final = 12  # layers
@@ -68,6 +71,24 @@ def _zeros(e: Evidence) -> bool:
 _PATTERNS: Final = (
     # What decides alone, whatever else is there
     Pattern("not_in_optimizer", "O", lambda e: True),
+    Pattern(
+        "contribution_lost", "P", lambda e: replicas.has_lost(e.f),
+        lambda e: f"its sum is off by {number(e.f.ranks(keys.AVERAGE_ERROR))} of the norm, that rank's share",
+    ),
+    Pattern(
+        "replicas_began_apart", "P", lambda e: replicas.began_apart(e.f),
+        lambda e: f"{percent(e.f.fact('replicas_begun_averaged'))} of these parameters got equal gradients",
+    ),
+    Pattern(
+        "rank_gradient", "P", lambda e: replicas.others_gradient(e.f),
+        lambda e: f"the gradients of {percent(e.f.fact('replicas_gradients'))} of the parameters differ",
+    ),
+    Pattern(
+        "not_averaged", "P", lambda e: not replicas.moved_apart(e.f),
+        lambda e: f"the gradients of {percent(e.f.fact('replicas_gradients'))} of the parameters differ",
+    ),
+    Pattern("replica_changed", "P", lambda e: True, lambda e: "all ranks apply the same gradients"),
+    Pattern("rank_gradient", "P", lambda e: True, lambda e: "the gradients have differed before"),
     Pattern(
         "zero_grad_missing", "Z", lambda e: True, lambda e: "gradients were neither None nor 0 before the backward",
     ),

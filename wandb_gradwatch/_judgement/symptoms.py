@@ -17,6 +17,7 @@ import numpy as np
 from .._analysis.formatting import number
 from .._measure.columns import BoolArray, Column
 from ..snapshot import keys
+from . import replicas
 from .facts import EARLY, NOTHING, SMALL, X2, X5, X10, X30, X100, X1000, Facts
 from .incident import Level
 
@@ -45,7 +46,7 @@ class Symptom:
         samples: samples in a row in which it must be there. Three of them are enough if they span five times as many
             steps: where few steps are measured, samples are far apart.
         share: the share of all steps so far that it must last, as well.
-        of: what the array is about.
+        of: what the array is about. True in place of an array: most of them.
         always: it is also judged in trial points of a line search, whose update is only inferred.
         slow: it is also looked for from every twentieth step to the next.
         of_begin: it is about the first samples alone, so that later ones cannot show that it is over.
@@ -407,6 +408,7 @@ SPIKE: Final = ("loss_spike", "Loss spike")
 BELOW: Final = ("loss_below_zero", "Loss below 0")
 TIGHT: Final = ("clipping_too_tight", "Clipping too tight")
 CHANGED: Final = ("gradient_changed", "Gradient changed after the backward")
+RANKS: Final = ("ranks_disagree", "Ranks disagree")
 STUCK: Final = ("nothing_learned", "Nothing is learned")
 
 SYMPTOMS: Final[tuple[Symptom, ...]] = (
@@ -438,6 +440,20 @@ SYMPTOMS: Final[tuple[Symptom, ...]] = (
         "gradients_not_reset", "Gradients not reset", "ERROR", lambda f: f.metric(keys.WIRING_CARRIED) > 0,
         lambda f: "the gradients of the step before were still there when this step's backward added to them",
         always=True,
+    ),
+    Symptom(
+        *RANKS, "ERROR", lambda f: replicas.others_gradient(f) and replicas.named_P(f), replicas.said_of_gradients,
+        of="parameters", always=True,
+    ),
+    Symptom(
+        *RANKS, "ERROR", lambda f: replicas.never_averaged(f) and replicas.named_P(f), replicas.said_of_gradients,
+        of="parameters", always=True,
+    ),
+    Symptom(*RANKS, "ERROR", replicas.has_lost, replicas.said_of_average, always=True),
+    Symptom(*RANKS, "WARN", replicas.averaged_by_nothing, replicas.said_of_gradients, always=True),
+    Symptom(
+        *RANKS, "ERROR", lambda f: (replicas.began_apart(f) or replicas.moved_apart(f)) and replicas.named_P(f),
+        replicas.said_of_parameters, of="parameters", always=True,
     ),
     Symptom(
         "learning_rate_negative", "Learning rate below 0", "ERROR", lambda f: f.rate < 0,

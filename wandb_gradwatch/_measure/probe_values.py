@@ -40,6 +40,10 @@ class Meaning(Protocol):
     def of_every_rank(self) -> bool:
         """Whether to add the sums of all ranks even if their tensors are replicas; otherwise one replica counts."""
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether those of the ranks are put one after the other, [R K], instead of added; 0 where a rank has none."""
+
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
         """Return numbers by name; NaN for missing ones."""
 
@@ -63,7 +67,7 @@ class Distance:
     norm: str
     ratio: str
     num_sums = 2
-    of_every_rank = False
+    of_every_rank = side_by_side = False
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
         of_difference, compared_with = sums

@@ -15,7 +15,7 @@ from .._interruptions import raise_interruption
 from .._judgement.incident import Incident, kind_of
 from .._judgement.verdict import Verdict
 from ..rules import Alert
-from ..sinks import Sink
+from ..sinks import Sink, WandbSink
 from ..snapshot import Snapshot
 from .recorder import FlightRecorder
 
@@ -70,6 +70,11 @@ class Dispatcher:
         """Do not log messages of these kinds again: an earlier part of this training has logged them."""
         for kind in kinds:
             self._said.setdefault(kind, _Said(count=1))
+
+    @property
+    def logs_to_run(self) -> bool:
+        """Whether a W&B run receives the rows."""
+        return any(isinstance(sink, WandbSink) for sink in self._sinks)
 
     def namespaces_in(self, run: object) -> set[str]:
         """The namespaces under which this watcher's sinks write into a W&B run."""

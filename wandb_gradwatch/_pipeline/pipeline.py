@@ -21,11 +21,13 @@ from .._runtime.notices import Notice
 from .._runtime.rank_session import RankSession
 from .._transfer.transfers import ArrivedFlush, ArrivedSample, Names
 from ..snapshot import Snapshot, keys
+from . import rank_merger
 from .assembly import NO_HISTOGRAM, padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
 from .rank_merge import Outcome, RankWindow
 from .rank_merger import RankMerger
-from .rank_parts import WholeModel, whole_model
+from .rank_parts import WholeModel, trained_description, united, whole_model
+from .replicas import Replicas
 from .rule_runner import RuleRunner
 from .waiting import WaitingSamples
 
@@ -37,6 +39,8 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 # state before NumPy 2 is wrong after a call within a call, as by a user's callback that flushes.
 _extremes: Final = partial(np.errstate, all="ignore")
 
+GUARD_SECONDS: Final = 2.0  # that the first decision of a guard waits until it is known what other ranks train
+_MOST_WAITING: Final = 256  # samples that wait until it is known what other ranks train
 _UNUSUAL_GROWTH: Final = 3.0  # a norm that grew by this factor is unusual: more samples are taken, without an alert
 _KNOWN: Final = 4  # number of samples before one can be unusual
 # A larger norm may overflow in float16 clipping, which then multiplies by 0: zero_grad() was not called.
@@ -70,8 +74,10 @@ class Pipeline:
         self._seconds_spent = seconds_spent
         self._began, self._spent_before = time.perf_counter(), seconds_spent()
         self._session = session
-        self._has_looked = False  # whether it has looked for other ranks
+        self._has_looked = False  # whether it is known what other ranks train
+        self._own_part = ""  # the description of this rank's parameters, if others have others
         self._whole: WholeModel | None = None  # set if ranks have different parameters
+        self._replicas: Replicas | None = None  # set if all ranks have the same parameters, and none is sharded
         self._probes = parts.probes
         self._arrived: deque[tuple[ArrivedSample | ArrivedFlush, Names]] = deque()  # with the names at that time
         self.waiting = WaitingSamples()
@@ -146,7 +152,9 @@ class Pipeline:
                 raised.append(error)
 
         self.receive(wait=wait)
-        while self._arrived:  # a user's callback may flush, which processes the rest of the same queue
+        seconds = rank_merger.LAST_SECONDS if final else rank_merger.FLUSH_SECONDS if wait else 0.0
+        # A user's callback may flush, which processes the rest of the same queue.
+        while self._arrived and self.compare_ranks(seconds=seconds, gives_up=final):
             arrived, known = self._arrived.popleft()
             if known is not self._known:
                 attempt(self._judge)
@@ -164,7 +172,10 @@ class Pipeline:
             raise raised[0]
 
     def _take(self, sample: ArrivedSample) -> None:
-        self.compare_ranks()
+        if self._replicas is not None:
+            self._replicas.add(sample)
+            if found := self._replicas.facts():
+                sample = replace(sample, metrics={**sample.metrics, **found})
         if sample.sample.left_out:
             if not (num_bad := np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]])):
                 return
@@ -200,18 +211,38 @@ class Pipeline:
             if not merges_ranks:
                 self._unjudged.append(sample)
 
-    def compare_ranks(self) -> None:
+    def compare_ranks(self, *, seconds: float = 0.0, gives_up: bool = False) -> bool:
         """Learn once, at the first sample or before the guard's first decision, whether ranks train different parts.
 
-        If windows are to be merged, meet the other ranks.
+        If they do, rank 0 finds out in the background which part is whose: wait for it so long, and perhaps give up. If
+        windows are to be merged, meet the other ranks.
+
+        Returns:
+            Whether that is known. Until then samples wait.
 
         Raises:
             CannotWatchError: they train different parts, and there is a guard.
         """
-        if self._has_looked or self._session is None:
-            return
+        session = self._session
+        if self._has_looked or session is None:
+            return True
+        is_open = False
+        if not session.is_found:
+            self._own_part = self._own_part or trained_description(session.description, self._parts.registry)
+            session.settle(self._own_part, united, seconds=seconds if session.is_open else 0.0)
+            is_open = session.is_open
+            if is_open and not gives_up and len(self._arrived) <= _MOST_WAITING:
+                return False
         self._has_looked = True
-        whole = whole_model(self._session, self._parts.registry)
+        self._divide(session, is_unknown=is_open or session.is_ambiguous)
+        if self._parts.merges_ranks:
+            self._meet_ranks()
+        return True
+
+    def _divide(self, session: RankSession, *, is_unknown: bool) -> None:
+        """Learn which parts of the model are whose. If that stays unknown, no rank's rows are those of the whole."""
+        has_shards = self._shards.any
+        whole = whole_model(session.whole, self._own_part, self._parts.registry.prefix)
         if whole is not None and self._shards.split(whole.ranks):
             self._whole = whole
             if whole.num_apart:
@@ -221,16 +252,16 @@ class Pipeline:
                     "DistributedDataParallel does not synchronise them: each rank's are counted, as those of experts. "
                     "If they are replicas, call watch() after they are made equal.",
                 )
-            if self._parts.guard is not None:
-                self._parts.guard.refuse_parts()
-        self._shards.any |= self._session.is_ambiguous
-        if self._parts.merges_ranks:
-            self._meet_ranks()
+        if self._parts.guard is not None and (self._whole is not None or is_unknown):
+            self._parts.guard.refuse_parts()
+        if not has_shards and not is_unknown and (whole is None or whole.have_same_names):
+            self._replicas = Replicas(session, self._parts.registry, logs=self._dispatcher.logs_to_run)
+        self._shards.any |= is_unknown
 
     def _meet_ranks(self) -> None:
         """Start the merger, if every rank watches."""
         if self._session is not None and (store := self._session.store("merge")) is not None:
-            self._merger = RankMerger(store, self._session.rank, self._session.world)
+            self._merger = RankMerger(store, self._session.rank, self._session.world, self._finished)
 
     def _judge(self, written: Snapshot | None = None) -> None:
         """Run the rules on the samples that they have not judged; `written`: the snapshot of exactly these, if any."""
@@ -243,6 +274,11 @@ class Pipeline:
         """Add the metrics that the probes derive from the sample's sums, which are those of all ranks."""
         found = self._probes.derive(sample.sums) if self._probes.active else {}
         return replace(sample, metrics={**sample.metrics, **found}) if found else sample
+
+    def _finished(self, sample: ArrivedSample) -> ArrivedSample:
+        """The merged sample with what probes derive, without the sums of all ranks. In the merger's thread."""
+        with _extremes():
+            return replace(self._derived(sample), sums={})
 
     def _say_multiplied(self, step: int, total_C: Sequence[float]) -> None:
         before, after = (math.sqrt(total_C[column]) for column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ))
@@ -284,6 +320,8 @@ class Pipeline:
         samples, self.window = self.window, []
         if not samples:
             return
+        if self._replicas is not None:
+            self._replicas.end_window()
         overhead_ratio = self._overhead_ratio()
         if not self._parts.merges_ranks:
             self._write(samples, flush, overhead_ratio)
@@ -319,7 +357,7 @@ class Pipeline:
         """Write a merged window. One that is not merged is written if it is complete but for comparisons of ranks."""
         window, reason = outcome
         if not (reason and window.has_shards):
-            samples = [self._derived(sample) for sample in window.samples]
+            samples = [self._derived(sample) for sample in window.samples] if reason else list(window.samples)
             self._write(samples, window.flush, window.overhead_ratio, samples)
         elif not self._has_left_out:
             self._has_left_out = True

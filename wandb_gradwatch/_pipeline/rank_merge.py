@@ -138,7 +138,7 @@ def _merged(tree: RankTree, window: RankWindow, probes: _Probes, rank: int, worl
     of_samples = [sample.sums for sample in window.samples]
     rows_SPC = np.stack([sample.rows for sample in window.samples])
     sums, extremes = _pack(rows_SPC, window, rank, world)
-    of_kinds = _pack_sums(of_samples, kinds, window.names, window.counted)
+    of_kinds = _pack_sums(of_samples, kinds, window, rank, world)
     of_histograms = _pack_histograms(histograms, window.names, window.counted) if of_parameters else ()
     all_sums = _all_reduced(tree, [*sums, *of_kinds, *of_histograms[:1]], dist.ReduceOp.SUM)
     all_extremes = _all_reduced(tree, [*extremes, *of_histograms[1:]], dist.ReduceOp.MAX)
@@ -254,19 +254,22 @@ def _kinds_of(samples: Sequence[Mapping[str, ArrivedSums]]) -> list[list[_Kind]]
 def _pack_sums(
     samples: Sequence[Mapping[str, ArrivedSums]],
     kinds: Sequence[Sequence[_Kind]],
-    names: Sequence[str],
-    counted: npt.NDArray[np.bool_],
+    window: RankWindow,
+    rank: int,
+    world: int,
 ) -> list[FloatArray]:
-    """This rank's summands, by sample and kind; zeros for parameters that another rank counts."""
+    """This rank's summands, by sample and kind; zeros for parameters that another rank counts, and for other ranks."""
     packed = []
     for of_sample, of_kinds in zip(samples, kinds, strict=True):
         for kind in of_kinds:
-            rows = kind.names(names)
-            sums_PK = np.zeros((len(rows), kind.meaning.num_sums + 1))
+            rows, num = kind.names(window.names), kind.meaning.num_sums
+            num_before, num_all = (rank * num, world * num) if kind.meaning.side_by_side else (0, num)
+            sums_PK = np.zeros((len(rows), num_all + 1))
             for index, name in enumerate(rows):
-                one = of_sample.get(kind.begin + name) if kind.meaning.of_every_rank or counted[index] else None
+                one = of_sample.get(kind.begin + name) if kind.meaning.of_every_rank or window.counted[index] else None
                 if one is not None and one.meaning == kind.meaning:
-                    sums_PK[index] = (*one.sums, 1.0)
+                    sums_PK[index, num_before : num_before + num] = one.sums
+                    sums_PK[index, -1] = 1.0
             packed.append(sums_PK)
     return packed
 

@@ -14,11 +14,14 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
 from torch.distributed.distributed_c10d import Store
 
+from .._transfer.transfers import ArrivedSample
 from .rank_merge import Outcome, RankWindow, merge_in_step
 from .rank_tree import GROUP, RankTree
 
@@ -39,10 +42,13 @@ class RankMerger:
 
     Args:
         store: the keys of the ranks that merge; nothing else may use them.
+        finish: called in the thread with each merged sample, in order, to read what grows with the number of ranks.
     """
 
-    def __init__(self, store: Store, rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
+    def __init__(
+        self, store: Store, rank: int, world: int, finish: Callable[[ArrivedSample], ArrivedSample] = lambda one: one
+    ) -> None:
+        self._store, self._rank, self._world, self._finish = store, rank, world, finish
         self._changed = threading.Condition()  # holds its lock whoever uses what follows
         self._waiting: deque[RankWindow] = deque()
         self._outcomes: list[Outcome] = []
@@ -162,12 +168,16 @@ class RankMerger:
             if self._store.add(str(number), _LEFT) % _LEFT < self._world:
                 self._store.set(f"{number}/begins", str(self._rank))
 
+    def _finished(self, window: RankWindow) -> Outcome:
+        return Outcome(replace(window, samples=tuple(map(self._finish, window.samples))))
+
     def _merge(self, tree: RankTree) -> None:
         with self._changed:
             if not self._waiting:  # given up right when the last rank came, whose next message fails at once
                 raise RuntimeError("this rank has ended")
             window = self._waiting[0]
         outcomes, rest = merge_in_step(window, tree, self._rank, self._world)
+        outcomes = [one if one.reason else self._finished(one.window) for one in outcomes]
         with self._changed:
             if self._waiting:
                 self._waiting.popleft()

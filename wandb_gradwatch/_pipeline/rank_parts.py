@@ -1,7 +1,8 @@
 """Ranks that hold different parameters (pipeline stages, experts): their parameters together are the whole model.
 
 At watch(), each rank publishes the description of its parameters; at the first sample, before the rules check it, the
-rank looks whether those of the other ranks are different (`_runtime/rank_session.py`). No rank waits.
+rank looks whether those of the other ranks are different (`_runtime/rank_session.py`). If they are, rank 0 unites them
+in the background; until then the samples wait. No rank waits.
 
 Experts can have the same names and shapes on every rank: then their values at watch() differ, while those of replicas
 are equal. Parameters that DistributedDataParallel synchronises are replicas whatever they were at watch().
@@ -9,8 +10,8 @@ are equal. Parameters that DistributedDataParallel synchronises are replicas wha
 
 import gc
 import json
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,13 +20,15 @@ from torch.nn.parameter import is_lazy
 
 from .._capture.parameter_registry import ParameterRegistry
 from .._measure.elements import bits_of
-from .._runtime.rank_session import RankSession
 from .._runtime.sharding import has_fsdp1, local_part
 from .._transfer.transfers import Names
 from .assembly import placed
 from .rank_merge import RankWindow
 
 # P watched parameters, R ranks
+
+
+_Key = tuple[str, tuple[int, ...], int]  # of a parameter: its name, shape and checksum
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class WholeModel:
     known: Names
     places: tuple[int, ...]  # [P] indices of this rank's parameters in `known`
     ranks: tuple[frozenset[int], ...]  # [P] for each of this rank's parameters, the ranks that have it
+    have_same_names: bool = False  # all ranks have parameters of the same names and shapes, with different values
     num_apart: int = 0  # number of names that several ranks have with different values
 
     def names(self, own: Names) -> Names:
@@ -79,13 +83,69 @@ def description(registry: ParameterRegistry) -> str:
     )
 
 
-def whole_model(session: RankSession, registry: ParameterRegistry) -> WholeModel | None:
-    """The parameters of all ranks; None if all ranks have the same ones, or if some do not watch."""
-    texts = session.descriptions if session.is_found else []
-    if not texts:
+def trained_description(at_watch: str, registry: ParameterRegistry) -> str:
+    """The description at watch(), without checksums of parameters that are synchronised by now."""
+    synchronised = _synchronised(registry)
+    return json.dumps(
+        [
+            (name, shape, trainable, 0 if name in synchronised else checksum)
+            for name, shape, trainable, checksum in json.loads(at_watch)
+        ]
+    )
+
+
+def united(of_ranks: Mapping[str, Sequence[int]]) -> str:
+    """Unite the parameters of all ranks, from the ranks of each description; "" if all have the same ones.
+
+    The work and the result grow with the number of different descriptions, and not with that of the ranks, except for
+    one list of all ranks.
+    """
+    if len(of_ranks) == 1:
+        return ""
+    ordered = sorted(of_ranks.items(), key=lambda one: min(one[1]))
+    described = [_keys_of(text) for text, _ in ordered]
+    owners: dict[_Key, list[int]] = {}  # the places of the descriptions
+    trainable: dict[_Key, bool] = {}
+    for place, of_rank in enumerate(described):
+        for key, is_trainable in of_rank.items():
+            owners.setdefault(key, []).append(place)
+            trainable.setdefault(key, is_trainable)
+    names: dict[str, _Key] = {}
+    for key, places in owners.items():
+        names[key[0] if key[0] not in names else f"rank{min(ordered[places[0]][1])}.{key[0]}"] = key
+    shapes = Counter(key[:2] for key in owners)
+    return json.dumps(
+        {
+            "ranks": [list(ranks) for _, ranks in ordered],
+            "parameters": [(name, *key, trainable[key], owners[key]) for name, key in names.items()],
+            "have_same_names": all([key[:2] for key in one] == [key[:2] for key in described[0]] for one in described),
+            "num_apart": len({key[0] for key in owners if shapes[key[:2]] > 1}),
+        }
+    )
+
+
+def whole_model(text: str, own: str, prefix: str) -> WholeModel | None:
+    """What `united` has found, for a rank with this description of its `own`; names get the prefix."""
+    if not text:
         return None
-    known = {text: json.loads(text) for text in set(texts)}
-    return _whole_model([known[text] for text in texts], session.rank, registry.prefix, _synchronised(registry))
+    whole = json.loads(text)
+    ranks = [frozenset(of) for of in whole["ranks"]]
+    parameters, keys = whole["parameters"], list(_keys_of(own))
+    places = {(name, tuple(shape), check): place for place, (_, name, shape, check, _, _) in enumerate(parameters)}
+    owners_of = {key: tuple(parameters[places[key]][-1]) for key in keys}
+    united_ranks = {of: frozenset[int]().union(*(ranks[owner] for owner in of)) for of in set(owners_of.values())}
+    return WholeModel(
+        Names(tuple(prefix + one[0] for one in parameters), tuple(one[4] for one in parameters)),
+        tuple(places[key] for key in keys),
+        tuple(united_ranks[owners_of[key]] for key in keys),
+        whole["have_same_names"],
+        whole["num_apart"],
+    )
+
+
+def _keys_of(text: str) -> dict[_Key, bool]:
+    """The parameters of a description, and whether each is trainable."""
+    return {(name, tuple(shape), checksum): trainable for name, shape, trainable, checksum in json.loads(text)}
 
 
 def _checksums(registry: ParameterRegistry) -> dict[int, int]:
@@ -129,37 +189,3 @@ def _synchronised(registry: ParameterRegistry) -> frozenset[str]:
         for slot, parameter in registry.scan()
         if all_sharded or id(parameter) in by_ddp or local_part(parameter) is not parameter
     )
-
-
-def _whole_model(
-    of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool, int]]],
-    rank: int,
-    prefix: str,
-    synchronised: frozenset[str] = frozenset(),
-) -> WholeModel | None:
-    """Combine the parameters of each rank: (name, shape, trainable, checksum); names get the prefix.
-
-    The checksums of `synchronised` names are ignored. None: all ranks have the same parameters.
-    """
-    place_of: dict[tuple[str, tuple[int, ...], int], int] = {}
-    names: dict[str, bool] = {}  # name -> whether it is trainable, in the order of the indices
-    ranks: list[set[int]] = []
-    apart: set[str] = set()
-    keys = [
-        [(name, tuple(shape), 0 if name in synchronised else checksum) for name, shape, _, checksum in parameters]
-        for parameters in of_ranks
-    ]
-    if all(of_rank == keys[0] for of_rank in keys):
-        return None
-    for index, parameters in enumerate(of_ranks):
-        for key, (name, _, trainable, _) in zip(keys[index], parameters, strict=True):
-            if key not in place_of:
-                if any(other[:2] == key[:2] for other in place_of):
-                    apart.add(name)
-                place_of[key] = len(names)
-                names[name if name not in names else f"rank{index}.{name}"] = trainable
-                ranks.append(set())
-            ranks[place_of[key]].add(index)
-    places = tuple(place_of[key] for key in keys[rank])
-    known = Names(tuple(prefix + name for name in names), tuple(names.values()))
-    return WholeModel(known, places, tuple(frozenset(ranks[place]) for place in places), len(apart))

@@ -7,20 +7,12 @@ from ._module_probe import ModuleProbe
 from ._outputs import Activations, Reference
 from ._parameters import OptimizerState, Spectrum, Updates
 from ._ranks import NoiseScale, Ranks
-from ._rules import (
-    DeadExperts,
-    EntropyCollapse,
-    GrowingLogits,
-    NonFiniteActivation,
-    OutgrownUpdate,
-    RanksDisagree,
-    SlowRank,
-)
+from ._rules import DeadExperts, EntropyCollapse, GrowingLogits, NonFiniteActivation, OutgrownUpdate, SlowRank
 from ._transformer_layers import Attention, Router
 
 __all__ = [
     "Activations", "Attention", "CoordinateCheck", "DeadExperts", "EntropyCollapse", "GrowingLogits", "Metric",
     "ModuleProbe", "MonitorMixin", "NoiseScale", "NonFiniteActivation", "OptimizerState", "OutgrownUpdate", "Ranks",
-    "RanksDisagree", "Reference", "Router", "SlowRank", "Spectrum", "Updates", "coordinate_check", "log_attention",
+    "Reference", "Router", "SlowRank", "Spectrum", "Updates", "coordinate_check", "log_attention",
     "log_tensor",
 ]  # fmt: skip

@@ -187,6 +187,7 @@ class ReadByProbe:
 
     num_sums: int
     of_every_rank: bool = True
+    side_by_side: bool = False
     num_parts: int = 0  # the number of parts of a step that the sums compare
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
@@ -226,6 +227,10 @@ class OwnGradientProbe(ParameterProbe):
                 own = own - self._left[name]
             own = self._own[name] = self._own[name] + own if name in self._own else own.clone()
         self._squares_of_own[name] = square_of(own)
+        self.own_known(name, own)
+
+    def own_known(self, name: str, own: Tensor) -> None:
+        """This rank's own gradient is known, summed over the backwards so far. Valid only during the call."""
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         self._inverse_scales |= {tensor.name: tensor.inverse_scale for tensor in tensors}
@@ -242,10 +247,10 @@ class OwnGradientProbe(ParameterProbe):
             return {}
         return {name: self.without_scale(name, square) for name, square in self._squares_of_own.items()}
 
-    def without_scale(self, name: str, squares: Tensor) -> Tensor:
-        """Remove the loss scale from squares of a parameter's gradients, if the gradients still have it."""
+    def without_scale(self, name: str, sums: Tensor, *, power: int = 2) -> Tensor:
+        """Remove the loss scale from sums of powers of a parameter's gradients, if the gradients still have it."""
         inverse = self._inverse_scales.get(name)
-        return squares if inverse is None else squares * onto(inverse, squares.device).square()
+        return sums if inverse is None else sums * onto(inverse, sums.device) ** power
 
 
 class ForwardProbe(ModuleProbe):

@@ -111,7 +111,7 @@ class StateSums:
 
     states: tuple[str, ...]  # names of the tensors in the optimizer's state
     eps: float  # of the optimizer; 0 if it has none
-    of_every_rank = False
+    of_every_rank = side_by_side = False
 
     @property
     def num_sums(self) -> int:

@@ -2,9 +2,8 @@
 
 import hashlib
 import math
-import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,21 +14,22 @@ from torch import Tensor
 from .._arguments import check, is_number, is_whole
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
-from .._measure.columns import FloatArray
+from .._measure.columns import FloatArray, IntArray
 from .._measure.elements import bits_of, onto, wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
-from .._runtime.sharding import rank, world_size
+from .._runtime.sharding import world_size
 from ..snapshot import keys
 from ..snapshot._shapes import GroupBy, group_function
 from ._module_probe import Layout, OwnGradientProbe, ReadByProbe
 from ._rows import reals, square_of
-from ._rules import RanksDisagree, SlowRank
+from ._rules import SlowRank
 
 # R ranks, F fields of each; N parts of a step's batch: micro-batches, or ranks; W samples of an estimate
 
-_FIELDS: Final = ("is_there", "square", "loss", "seconds", "checksum", "layout")
+_FIELDS: Final = ("is_there", "square", "loss", "seconds", "checksum", "layout", "own_sum", "averaged_sum")
 _UNSEEN: Final = -1.0  # instead of a square: this rank has no gradient of its own
 _MAX_RANK_KEYS: Final = 64  # with more ranks only the lowest, the median and the highest are logged
+_ROUNDING: Final = 1e-3  # largest error of the averaged gradient's sum, as a share of the gradients' norm
 _MODULUS: Final = 2**48  # of checksums: exact in float64, and a flip of any of 32 bits changes the result
 
 
@@ -46,6 +46,9 @@ class Ranks(OwnGradientProbe):
     - `apart`: 1 if the rank's parameters differ from those of most ranks, by a checksum of their bits before the
       update; `ranks/all/apart` is the number of such ranks. Ranks of HSDP that hold the same shards are compared; the
       shards of FSDP alone have no replicas.
+    - `ranks/all/average_error`: the difference of the sum over the averaged gradient and of the mean of the ranks' own
+      sums, as a share of the gradients' norm: 0 but for rounding. If it is what one rank has contributed, that rank is
+      `ranks/all/lost_rank`.
 
     With more than 64 ranks, single ranks are logged only if they are apart. If the gradient is not finite on some ranks
     only, the alert names the first of them. Every rank must call watch() with the same arguments: the numbers travel
@@ -55,15 +58,15 @@ class Ranks(OwnGradientProbe):
         match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
         checksum_every: compare checksums at every n-th sampled step; 0: never, for replicas that differ on purpose.
 
-    Memory, and cost at a sampled step: one pass over each gradient inside the backward; if steps have several
-    backwards, two more passes and two copies of the gradients. A checksum takes one pass over the parameters. A flush
-    sends 48 bytes per rank and sample.
+    Memory, and cost at a sampled step: two passes over each gradient inside the backward, and one after it; if steps
+    have several backwards, two more passes and two copies of the gradients. A checksum takes one pass over the
+    parameters. A flush sends 64 bytes per rank and sample.
 
     Raises:
         ValueError: checksum_every is negative; watch() raises it if match matches nothing.
     """
 
-    logs, brings = frozenset({(keys.RANKS, keys.APART)}), (RanksDisagree, SlowRank)
+    logs, brings = frozenset({(keys.RANKS, keys.APART)}), (SlowRank,)
     may_be_several = False  # the keys are those of the ranks, whatever match= chooses
 
     def __init__(self, match: NameFilter | None = None, *, checksum_every: int = 10) -> None:
@@ -82,6 +85,8 @@ class Ranks(OwnGradientProbe):
         self._updated_at, self._waited, self._seconds = None, 0.0, math.nan
         self._loss: Tensor | None = None
         self._checksums: list[Tensor] = []
+        self._own_sums: dict[str, Tensor] = {}
+        self._averaged_sums: dict[str, Tensor] = {}
         self._layout: list[object] = []  # describes the parameters in the checksum
         self._is_checked = self._checksum_every > 0 and self._num_due % self._checksum_every == 0
         self._num_due += next_step_is_due
@@ -91,8 +96,14 @@ class Ranks(OwnGradientProbe):
         if self._match.chooses(name):
             self._seconds = self._clock() - self._began - self._waited
 
+    def own_known(self, name: str, own: Tensor) -> None:
+        self._own_sums[name] = _sum_of(own)
+
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
+        for tensor in tensors:
+            if tensor.name in self._own_sums and tensor.gradient is not None:
+                self._averaged_sums[tensor.name] = _sum_of(tensor.gradient)
         self._waited = self._clock() - self._began - self._seconds
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -124,56 +135,98 @@ class Ranks(OwnGradientProbe):
             checksum = torch.stack([onto(one, device) for one in self._checksums]).sum() % _MODULUS
             digest = hashlib.sha256(repr(sorted(map(repr, self._layout))).encode()).digest()
             layout = float(int.from_bytes(digest[:6], "big"))
-        all_RF = torch.zeros(world_size(), len(_FIELDS), dtype=wide_dtype(device), device=device)
-        for place, value in enumerate((1.0, square, loss, self._seconds, checksum, layout)):
-            all_RF[rank(), place] = value
-        return {keys.RANKS: ProbeSums(all_RF.flatten(), ReadByProbe(all_RF.numel()))}
+        own_F = torch.zeros(len(_FIELDS), dtype=wide_dtype(device), device=device)
+        own_sum, averaged_sum = self._total(self._own_sums, device), self._total(self._averaged_sums, device)
+        if not squares or self._own_sums.keys() != self._averaged_sums.keys():
+            own_sum = averaged_sum = math.nan
+        fields = (1.0, square, loss, self._seconds, checksum, layout, own_sum, averaged_sum)
+        for place, value in enumerate(fields):
+            own_F[place] = value
+        return {keys.RANKS: ProbeSums(own_F, ReadByProbe(len(_FIELDS), side_by_side=True))}
+
+    def _total(self, sums: Mapping[str, Tensor], device: torch.device) -> Tensor | float:
+        """The sum over parameters, without the loss scale."""
+        if not sums:
+            return math.nan
+        return torch.stack([onto(self.without_scale(name, one, power=1), device) for name, one in sums.items()]).sum()
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
-        all_RF = np.reshape(sums[keys.RANKS].sums if keys.RANKS in sums else (), (-1, len(_FIELDS)))
-        there = {place: dict(zip(_FIELDS, of, strict=True)) for place, of in enumerate(all_RF.tolist()) if of[0] == 1}
-        if len(there) < 2:  # the windows of the other ranks have not been merged
+        of_ranks = np.reshape(sums[keys.RANKS].sums if keys.RANKS in sums else (), (-1, len(_FIELDS)))
+        ranks_R = np.flatnonzero(of_ranks[:, _FIELDS.index("is_there")] == 1)
+        if len(ranks_R) < 2:  # the windows of the other ranks have not been merged
             return {}
-        square = {place: of["square"] for place, of in there.items() if of["square"] != _UNSEEN}
-        found = _apart(there) | _compared("local_norm", {r: math.sqrt(sq) for r, sq in square.items() if sq >= 0})
+        of = {name: of_ranks[ranks_R, place] for place, name in enumerate(_FIELDS)}
+        own_R = of["square"] != _UNSEEN
+        squares_R = of["square"][own_R]
+        norms_R = np.sqrt(np.where(squares_R >= 0, squares_R, np.nan))
+        found = _apart(ranks_R, of["checksum"], of["layout"]) | _compared("local_norm", ranks_R[own_R], norms_R)
         for name in ("loss", keys.SECONDS):
-            found |= _compared(name, {place: of[name] for place, of in there.items()})
-        not_finite = [place for place, sq in square.items() if not math.isfinite(sq)]
-        if 0 < len(not_finite) < len(square):
+            found |= _compared(name, ranks_R, of[name])
+        not_finite = ranks_R[own_R][~np.isfinite(squares_R)]
+        if 0 < len(not_finite) < len(squares_R):
             found[keys.FIRST_NONFINITE_RANK] = float(not_finite[0])
-        return found
+        return found | _averaged(ranks_R, of["own_sum"], of["averaged_sum"], norms_R)
 
 
-def _compared(name: str, of_ranks: Mapping[int, float]) -> dict[str, float]:
-    """Return the extremes and the median of the finite values, and the rank of each extreme."""
-    finite = {place: value for place, value in of_ranks.items() if math.isfinite(value)}
-    if len(finite) < 2:
+def _sum_of(gradient: Tensor) -> Tensor:
+    """The sum over the elements, or over their real and imaginary parts."""
+    return reals(gradient).sum(dtype=wide_dtype(gradient.device))
+
+
+def _averaged(ranks_R: IntArray, own_R: FloatArray, averaged_R: FloatArray, norms_R: FloatArray) -> dict[str, float]:
+    """Compare the sum over the averaged gradient with the mean of the ranks' own sums, to which it is equal.
+
+    The error is a share of the gradients' norm. If it is what one rank has contributed, that rank is `lost_rank`.
+    """
+    unit = float(np.sqrt(np.mean(norms_R**2))) if len(norms_R) == len(ranks_R) else math.nan
+    averaged = float(np.median(averaged_R))
+    is_averaged = float(np.ptp(averaged_R)) <= _ROUNDING * unit  # False if any of them is not known
+    if not is_averaged or not np.isfinite(own_R).all():
         return {}
-    found = {f"{keys.RANKS}/median/{name}": statistics.median_low(finite.values())}
-    lowest, *_, highest = sorted(finite, key=finite.__getitem__)
-    for what, place in (("lowest", lowest), ("highest", highest)):
-        found |= {f"{keys.RANKS}/{what}/{name}": finite[place], f"{keys.RANKS}/{what}/{name}_rank": float(place)}
-    if len(of_ranks) <= _MAX_RANK_KEYS:
-        found |= {f"{keys.RANKS}/rank_{place}/{name}": value for place, value in finite.items()}
+    error = abs(averaged - float(own_R.mean())) / unit
+    found = {f"{keys.RANKS}/all/{keys.AVERAGE_ERROR}": error}
+    without_R = np.abs(averaged - (own_R.sum() - own_R) / len(own_R)) / unit
+    if error > _ROUNDING and without_R.min() < min(_ROUNDING, error / 10):
+        found[f"{keys.RANKS}/all/{keys.LOST_RANK}"] = float(ranks_R[without_R.argmin()])
     return found
 
 
-def _apart(there: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Compare checksums among ranks whose parameters have the same names and shapes; 1 for ranks in a minority."""
-    groups: dict[float, dict[int, float]] = {}
-    for place, of in there.items():
-        if math.isfinite(of["checksum"]):
-            groups.setdefault(of["layout"], {})[place] = of["checksum"]
-    apart: dict[int, float] = {}
-    for group in groups.values():
-        (most, votes), *others = Counter(group.values()).most_common(2)
-        no_majority = bool(others) and others[0][1] == votes
-        apart |= {place: float(no_majority or checksum != most) for place, checksum in group.items()}
-    if not apart:
+def _compared(name: str, ranks_R: IntArray, values_R: FloatArray) -> dict[str, float]:
+    """Return the extremes and the median of the finite values, and the rank of each extreme."""
+    num = len(values_R)
+    ranks_R, values_R = ranks_R[np.isfinite(values_R)], values_R[np.isfinite(values_R)]
+    if len(values_R) < 2:
         return {}
-    shown = {place: is_apart for place, is_apart in apart.items() if is_apart or len(there) <= _MAX_RANK_KEYS}
-    found = {f"{keys.RANKS}/rank_{place}/{keys.APART}": is_apart for place, is_apart in shown.items()}
-    return found | {f"{keys.RANKS}/all/{keys.APART}": sum(apart.values())}
+    order = np.argsort(values_R, kind="stable")
+    found = {f"{keys.RANKS}/median/{name}": float(values_R[order[(len(order) - 1) // 2]])}  # the lower of two
+    for what, place in (("lowest", order[0]), ("highest", order[-1])):
+        rank_of = {f"{keys.RANKS}/{what}/{name}_rank": float(ranks_R[place])}
+        found |= {f"{keys.RANKS}/{what}/{name}": float(values_R[place])} | rank_of
+    if num <= _MAX_RANK_KEYS:
+        found |= {
+            f"{keys.RANKS}/rank_{place}/{name}": value
+            for place, value in zip(ranks_R.tolist(), values_R.tolist(), strict=True)
+        }
+    return found
+
+
+def _apart(ranks_R: IntArray, checksums_R: FloatArray, layouts_R: FloatArray) -> dict[str, float]:
+    """Compare checksums among ranks whose parameters have the same names and shapes; 1 for ranks in a minority."""
+    known_R = np.isfinite(checksums_R)
+    if not known_R.any():
+        return {}
+    apart_R = np.zeros(len(ranks_R), dtype=bool)
+    for layout in np.unique(layouts_R[known_R]):
+        own_R = known_R & (layouts_R == layout)
+        values, votes = np.unique(checksums_R[own_R], return_counts=True)
+        has_majority = np.count_nonzero(votes == votes.max()) == 1
+        apart_R |= own_R & ~(has_majority & (checksums_R == values[votes.argmax()]))
+    shown_R = known_R & (apart_R | (len(ranks_R) <= _MAX_RANK_KEYS))
+    found = {
+        f"{keys.RANKS}/rank_{place}/{keys.APART}": float(is_apart)
+        for place, is_apart in zip(ranks_R[shown_R].tolist(), apart_R[shown_R].tolist(), strict=True)
+    }
+    return found | {f"{keys.RANKS}/all/{keys.APART}": float(np.count_nonzero(apart_R))}
 
 
 TOTAL: Final = "total"  # the name of all groups together

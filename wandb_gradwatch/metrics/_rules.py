@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from .._analysis.formatting import MAX_LAYERS, listing, number
+from .._analysis.formatting import MAX_LAYERS, number
 from .._measure.columns import FloatArray
 from ..rules import Alert
 from ..rules._base import FROM_0, FROM_1, Bounds, Level, ShippedRule, values_of
@@ -286,40 +286,6 @@ class GrowingLogits(_LargestOfHeads):
         if largest >= self.limit:
             return f"{fact}, above the limit of {limit}."
         return f"{fact}; at its growth over the last samples it crosses {limit} at about step {crossed}."
-
-
-@dataclass(kw_only=True)
-class RanksDisagree(ShippedRule):
-    """The alert "Ranks disagree": a rank's replica of the parameters differs from the others. Names the rank.
-
-    Replicas that begin alike and apply the same updates have the same bits. A rank that differs trains another model,
-    and its gradients corrupt those of all ranks. The alert repeats at every sample until a checksum finds them equal.
-    """
-
-    _apart: list[int] = field(default_factory=list, init=False, repr=False)
-
-    title = "Ranks disagree"
-    cause_name = "bad_rank"
-    advice = "Go on from an earlier checkpoint on all ranks"
-    cause = (
-        "memory or arithmetic of a device that fails and says nothing, or parameters that only this rank has changed, "
-        "such as a checkpoint that not all ranks have loaded"
-    )
-    remedy = (
-        "stop, and go on from a checkpoint of before this step on all ranks; where it happens again on the same rank, "
-        "have its device tested"
-    )
-
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        apart = _by_name(snapshot, keys.RANKS, keys.APART)
-        num_apart_S = apart.pop("all", np.full(len(snapshot), np.nan))
-        for sample, num_apart in enumerate(num_apart_S.tolist()):
-            if num_apart == num_apart:
-                self._apart = sorted(int(name.removeprefix("rank_")) for name in apart if apart[name][sample] == 1)
-            if self._apart:
-                which, step = listing(self._apart, lambda rank: f"rank {rank}"), int(snapshot.steps[sample])
-                fact = f"the parameters of {which} are not those that most ranks have."
-                yield self._finding(step, fact, level="ERROR")
 
 
 @dataclass(kw_only=True)

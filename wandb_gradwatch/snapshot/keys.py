@@ -86,7 +86,10 @@ WIRING_CARRIED: Final = "gradwatch/wiring/carried"  # 1: gradients were not rese
 WIRING_UNOWNED: Final = "gradwatch/wiring/unowned/"  # + name: the parameter has a gradient but is in no optimizer
 FIRST_NONFINITE_RANK: Final = "gradwatch/first_nonfinite_rank"  # sharded: the first rank with a non-finite gradient
 
-# Facts of a sample for the judgement: + one of SAMPLE_FACTS. They are values of single samples, and are never logged.
+REPLICA_APART: Final = "gradwatch/wiring/apart/"  # + name: the parameter, or its gradient, differs between replicas
+
+# Facts of a sample for the judgement: + one of SAMPLE_FACTS or REPLICA_FACTS. They are values of single samples, and
+# are never logged.
 FACT: Final = "gradwatch/fact/"
 SAMPLE_FACTS: Final = (
     # Of the whole model's inputs and outputs, over the training forwards of the sample (micro-batches)
@@ -104,6 +107,26 @@ SAMPLE_FACTS: Final = (
     "output_width",  # size of the last dimension of the first floating output
     "output_spread",  # std over dimension 0, as a root mean square over the rest, divided by the rms; 0: rows are equal
     "loss_largest",  # largest finite number of the dtype of the tensor that backward() was called on
+)
+REPLICA_FACTS: Final = (  # by the newest comparison of ranks, in samples after it; only while they differ
+    "replicas",  # the number of ranks that were compared
+    "replicas_step",  # the step of which they were compared
+    "replicas_by_ddp",  # 1: DistributedDataParallel holds watched parameters
+    "replicas_on_purpose",  # 1: something shows that ranks are meant to differ
+    "replicas_uneven",  # 1: some steps call more collectives than others
+    "replicas_own_rates",  # 1: ranks have had different learning rates
+    # Of the gradients that the optimizers received, and of the parameters before the update: the share of the groups of
+    # parameters in which ranks differ; the number of ranks that differ from most of them, 0 if most differ, and the
+    # first of these
+    *("replicas_gradients", "replicas_gradients_num", "replicas_gradients_rank"),
+    *("replicas_parameters", "replicas_parameters_num", "replicas_parameters_rank"),
+    "replicas_parameters_since",  # the first of the compared steps in a row
+    # The compared steps, those with different gradients, and the first of these
+    *("replicas_num_compared", "replicas_num_different", "replicas_different_since"),
+    # Shares of the groups with different gradients: the backward left equal ones; they were changed after it
+    *("replicas_left_equal", "replicas_changed"),
+    "replicas_averaged",  # share of the groups with different parameters in which gradients are equal, and not 0
+    *("replicas_begun", "replicas_begun_averaged"),  # replicas_parameters and replicas_averaged in the first sample
 )
 PARAMETER_FACTS: Final = (  # names in Snapshot.per_parameter
     # Of the optimizer's group that holds the parameter, when the optimizer is about to step
@@ -173,6 +196,8 @@ LOAD_RATIO: Final = "load_ratio"  # in ROUTER, of one expert
 RANKS: Final = "ranks"
 APART: Final = "apart"  # in RANKS: 1 if this rank's replica differs from that of most ranks
 SECONDS: Final = "seconds"  # in RANKS
+AVERAGE_ERROR: Final = "average_error"  # in RANKS, of all: the error of the average over ranks
+LOST_RANK: Final = "lost_rank"  # in RANKS, of all: the rank whose contribution to the average is missing
 METRIC_FAMILIES: Final = (
     *(ACTIVATION, ATTENTION, ROUTER, UPDATE, OPTIMIZER_STATE, NOISE_SCALE, RANKS),
     *(PARAMETER, GRADIENT),
