@@ -6,6 +6,7 @@ each with a checksum, a length, and whether it begins or ends the record. A reco
 
 import json
 import os
+import re
 import struct
 import time
 import zlib
@@ -32,6 +33,7 @@ _NUMBER_STARTS: Final = frozenset("-0123456789NI")  # W&B writes NaN and Infinit
 MAX_STEP: Final = 2**53  # larger ones have no exact float64
 MAX_KEYS: Final = 100_000  # of numbers, and of one row
 MAX_INCIDENTS_TEXT: Final = 100_000  # characters of the summary's incidents; the sink writes at most a fifth
+_COMMIT: Final = re.compile(r"[0-9a-f]{7,64}")
 _UNREADABLE: Final = (ValueError, TypeError, RecursionError)
 
 
@@ -161,6 +163,7 @@ class RunReader:
             elif kind == "run":
                 told = record.run
                 found = {"run_id": told.run_id, "name": told.display_name, "project": told.project}
+                found["commit"] = told.git.commit if _COMMIT.fullmatch(told.git.commit) else ""
                 found["started_at"] = self._time_of(told)
                 self._told |= {key: value for key, value in found.items() if value}
                 self._config |= self._settings_of(told.config)
