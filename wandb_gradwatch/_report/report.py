@@ -105,10 +105,10 @@ def _title(run: str | None) -> str:
 
 
 _READING: Final = (
-    "The horizontal axis is `gradwatch/step`, optimizer steps; for losses it is W&B's step. Norms are those of the "
-    "finite elements, unscaled and before clipping unless a title says otherwise. A gap means that the value is missing, "
-    "not that it is zero. Histograms are on the run's own page, under `gradients`. What each alert means, with its causes: "
-    "`docs/alerts.md` in the repository of wandb_gradwatch."
+    "The horizontal axis is `gradwatch/step`, optimizer steps; for losses it is W&B's step. Norms are those of "
+    "the finite elements, unscaled and before clipping unless a title says otherwise. A gap means that the value "
+    "is missing, not that it is zero. Histograms are on the run's own page, under `gradients`. What each alert "
+    "means, with its causes: `docs/alerts.md` in the repository of wandb_gradwatch."
 )
 
 
