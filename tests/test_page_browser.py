@@ -634,6 +634,17 @@ def test_an_incident_colours_the_measured_steps_at_which_it_was_there(
     assert [one != other for one, other in zip(before, after, strict=True)] == [bool(one) for one in changes]
 
 
+def test_a_nan_is_marked_at_its_measured_step_alone(show: Opener) -> None:
+    measured = np.r_[1, 20:101:20, 100]
+    places = [(22, 38), (38, 42), (42, 58)]
+    drawn = []
+    for bad in (np.zeros(7), np.where(measured == 40, 3, 0)):
+        listed = Samples(measured, np.ones(7), bad)
+        page = show(run_of({"gradwatch/grad_norm": np.ones(2)}, [20, 100], listed=listed))
+        drawn.append(pixels_between(page, places))
+    assert [one != other for one, other in zip(*drawn, strict=True)] == [False, True, False]
+
+
 def test_the_theme_button_repaints_everything(show: Opener, history: RunHistory) -> None:
     page = show(history)
     with repainted(page, "#norm canvas"), repainted(page, "#layers .frame canvas"):

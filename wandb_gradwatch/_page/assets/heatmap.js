@@ -94,30 +94,30 @@ class Heatmap extends Frame {
 
   paint(pixels, width, height) {
     const { from: begin, to: end, limit, isBad } = this.samplesAcross(width);
-    const { matrix } = this;
-    const { codes } = this.painted;
-    const columns = this.grid.last.length;
+    const { matrix, matrix: { codes: raws }, order, palette, painted: { codes } } = this;
+    const [columns, isWhole] = [this.grid.last.length, Uint8Array.from(this.grid.isWhole)];
     const bad = this.grid.bad() === matrix ? null : this.grid.bad()?.codes;
+    const winners = new Int32Array(width); // the largest code wins: codes are ordered by importance; -1: nothing is painted
     for (let y = 0; y < height; y++) {
       const from = this.rowAt(y, height);
-      const to = Math.max(from + 1, y + 1 < height ? this.rowAt(y + 1, height) : this.order.length);
-      for (let x = 0; x < width; x++) {
-        let winner = -1; // the largest code wins: codes are ordered by importance; nothing is painted without one
-        for (let row = from; row < to; row++) {
-          const base = this.order[row] * columns;
-          for (let column = begin[x]; column < end[x]; column++) {
-            const cell = base + column;
-            if (isBad[x] && bad?.[cell] > CODE_ZERO) winner = CODE_INFINITE;
-            else {
-              const raw = matrix.codes[cell];
+      const to = Math.max(from + 1, y + 1 < height ? this.rowAt(y + 1, height) : order.length);
+      winners.fill(-1);
+      for (let row = from; row < to; row++) {
+        const base = order[row] * columns;
+        for (let x = 0; x < width; x++) {
+          for (let cell = base + begin[x]; cell < base + end[x]; cell++) {
+            const raw = raws[cell];
+            let code = CODE_INFINITE;
+            if (!(isBad[x] && bad && bad[cell] > CODE_ZERO)) {
               const shown = raw <= limit[x] ? raw : matrix.within(raw, limit[x]); // the former is the usual case
-              if (shown > CODE_MISSING) winner = Math.max(winner, shown > CODE_ZERO ? codes[cell] + shown - raw : shown);
-              else if (raw === CODE_MISSING && this.grid.isWhole[column]) winner = Math.max(winner, CODE_MISSING);
+              if (shown > CODE_ZERO) code = codes[cell] + shown - raw;
+              else code = shown > CODE_MISSING || (raw === CODE_MISSING && isWhole[cell - base]) ? shown : -1;
             }
+            if (code > winners[x]) winners[x] = code;
           }
         }
-        if (winner >= 0) pixels[y * width + x] = this.palette[winner];
       }
+      for (let x = 0; x < width; x++) if (winners[x] >= 0) pixels[y * width + x] = palette[winners[x]];
     }
   }
 

@@ -54,10 +54,11 @@ function drawLine(context, area, one, { range, xOf, yOf, joins, hasPoints = fals
   context.restore();
 }
 
-// Mark values that were NaN or infinite: a band from the middle before to the middle after, opaque at the bottom.
+// Mark values that were NaN or infinite: a band as wide as the measured step, else as the row, opaque at the bottom.
 function drawNonFinite(context, { left, top, width, height }, { xs, values, bad }, { range, xOf }) {
   const [from, to] = placesIn(xs, range);
-  const edge = (place, other) => clamp(xOf((xs[place] + (xs[other] ?? xs[place])) / 2), left, left + width);
+  const middle = (place, other) => (bad ? xs[place] + (other - place) / 2 : (xs[place] + (xs[other] ?? xs[place])) / 2);
+  const edge = (place, other) => clamp(xOf(middle(place, other)), left, left + width);
   context.fillStyle = colour("nonfinite");
   for (let place = from; place < to; place++) {
     if (bad ? !(bad[place] > 0) : values[place] == null || Number.isFinite(values[place])) continue; // null: missing

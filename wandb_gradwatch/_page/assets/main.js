@@ -3,7 +3,6 @@
 const waiting = []; // pictures are drawn when their hosts are in the page and have a width
 
 const queue = (draw) => waiting.push(draw);
-
 const globalValues = (key) => content.globals["gradwatch/" + key];
 const has = (key) => globalValues(key) !== undefined;
 const globalSeries = (key, label, place, more = {}) => (has(key) ? [{ label, values: globalValues(key), colour: lineColour(place), ...more }] : []);

@@ -41,7 +41,7 @@ class Strip extends Frame {
   }
 
   layout(width) {
-    return { height: this.height + 46, left: Math.round(Math.min(250, width * 0.34)) };
+    return { height: this.height + 46, left: Math.round(clamp(width * 0.3, 150, 250)) };
   }
 
   draw() {
