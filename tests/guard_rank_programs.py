@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from typing import Any
 from unittest import mock
 
@@ -167,7 +168,7 @@ def failing(rank: int, world: int, *, kind: str, optimizer: str, where: str | No
     """Train with a guard; the monitor fails on the last rank at step 6, and step 9 has huge gradients on all ranks.
 
     Args:
-        where: the methods of the sampler's parts that raise; None: train without a guard.
+        where: the method below the watcher that raises; None: train without a guard.
     """
     said, handler = messages()
     model = sharded(kind, world)
@@ -184,14 +185,13 @@ def failing(rank: int, world: int, *, kind: str, optimizer: str, where: str | No
 
     for step in range(20):
         if step == 6 and where and rank == world - 1:
-            for place in where.split():
-                owner, _, method = place.partition(".")
-                setattr(getattr(watcher._sampler, owner), method, fail)
+            owner, _, method = where.rpartition(".")
+            setattr(operator.attrgetter(owner)(watcher), method, fail)
         one_step(step)
     if watcher is not None:
         unwatch()
     one_step(20)  # in the vote of this step all ranks learn that nobody guards any more
-    assert watcher is None or not {watcher._sampler, watcher._parts.guard} & {*STEP_HOOKS._listeners}
+    assert watcher is None or not {watcher._sampler._steps, watcher._parts.guard._voter} & {*STEP_HOOKS._listeners}
     one_step(21)
     logging.getLogger("wandb_gradwatch").removeHandler(handler)
     parameters = [getattr(p, "_local_tensor", p).detach().numpy().copy() for p in model.parameters()]

@@ -403,7 +403,7 @@ def test_what_a_hook_had_to_say_before_it_failed_is_said(
         watcher._parts.notices.say("a kind", "seen just before")
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(watcher._sampler._sample, "measure_present", fail)
+    monkeypatch.setattr(watcher._sampler._sample.fresh, "measure_present", fail)
     if on_alert is None:
         step(model, optimizer, a=[1])
         assert any("seen just before" in text for text in said())

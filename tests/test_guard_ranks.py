@@ -19,10 +19,10 @@ KINDS = [*(("fsdp2", name) for name in OPTIMIZERS), ("hsdp", "sgd"), ("tensor pa
 
 # Where one rank's monitor fails: before or after its vote on a step.
 PLACES = {
-    "after the backward": "_sample.measure_present",
-    "before the vote": "_guard._sums",
-    "after the vote": "_guard._decide_here _guard._decide_there",
-    "after the step": "_clock.step_ended",
+    "after the backward": "_sampler._sample.fresh.measure_present",
+    "before the vote": "_parts.guard._sums",
+    "after the vote": "_parts.guard._guard.withholds",
+    "after the step": "_parts.clock.step_ended",
 }
 
 

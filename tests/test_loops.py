@@ -566,12 +566,12 @@ def test_a_late_step_that_is_skipped_joins_its_sample_like_any_other():
 
 def test_asking_for_the_newest_sample_makes_no_sample_of_a_backward_without_an_update():
     model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
     watcher, sink = watch(model)
     for gradient in (7, 8):  # backwards before the training, without an update
         model.zero_grad()
         model.loss(a=[gradient]).backward()
         assert watcher.latest is None
-    optimizer = SGD(model.parameters(), lr=0.0)
     for gradient in (1, 2):
         step(model, optimizer, a=[gradient])
     snapshot = samples(watcher, sink)
@@ -746,3 +746,49 @@ def test_a_script_that_makes_numpy_raise_loses_no_rule(caplog):
             (model(torch.randn(16, 8, dtype=torch.float64)).pow(2).mean() * 1e-120).backward()
             optimizer.step()
     assert not [record for record in caplog.records if record.exc_info], caplog.text
+
+
+def test_a_backward_that_is_called_by_an_earlier_name_is_measured_where_its_gradients_are_used(caplog):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    unseen = torch.autograd.backward
+    watcher, sink = watch(model)
+    for number in range(1, 6):
+        optimizer.zero_grad()
+        for _ in range(2):
+            unseen(model.loss(a=[3 * number]))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.5)
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [6, 12, 18, 24, 30]
+    np.testing.assert_allclose(of(snapshot, "a", "grad_norm_clipped"), 1.5, rtol=1e-5)
+    assert caplog.text.count("was not called as torch.autograd.backward") == 1
+
+
+def test_a_backward_that_raises_is_no_part_of_the_next_one(caplog):
+    model = Chosen(a=1, b=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError("in the backward")
+
+    for number in range(1, 6):
+        optimizer.zero_grad()
+        if number == 3:
+            with pytest.raises(MemoryError):
+                (model.loss(a=[50]) + Raises.apply(model.loss(b=[50]))).backward()
+            optimizer.zero_grad()
+        model.loss(a=[number]).backward()
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4, 5]
+    assert snapshot.total_grad_norm.tolist() == [1, 2, 3, 4, 5]
+    assert np.isnan(of(snapshot, "b", "grad_norm")).all()
+    assert "was not called as" not in caplog.text

@@ -172,12 +172,6 @@ def test_an_episode_is_run_again_once_and_a_run_three_times():
     assert list(found_in(notes)) == [2, 5, 7]
 
 
-def test_what_the_device_decides_is_not_run_again():
-    fused = lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True)  # noqa: E731
-    _, _, notes = train([GOOD, GOOD, GOOD, BAD, GOOD], optimizer=fused)
-    assert found_in(notes) == {}
-
-
 def test_a_replay_that_raises_is_said_and_the_training_goes_on(caplog):
     class Once(Fails):
         def forward(self, x):

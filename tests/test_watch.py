@@ -194,8 +194,7 @@ def test_a_run_that_ends_while_watched_gets_its_last_window_and_the_next_run_not
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["measurer.measure", "open_sample.OpenSample._clipped_among", "optimizer_registry.OptimizerRegistry.has_masters"],
+    "place", ["measurer.measure", "clipping.Clipping._among", "optimizer_registry.OptimizerRegistry.has_masters"]
 )
 def test_an_exception_inside_the_monitor_is_reported_once_and_training_goes_on(place, monkeypatch, caplog):
     model, other = Chosen(a=1), Chosen(a=1)

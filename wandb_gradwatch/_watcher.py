@@ -277,7 +277,7 @@ class Watcher:
         Raises:
             ValueError: state is not from `state_dict()`, for instance a whole checkpoint. Nothing is changed.
         """
-        self._sampler.end_counting()
+        self._sampler.rest.end()
         self._collect()
         with RaisedToTheUser(ValueError):
             load_state(state, self._parts, self._pipeline, self._alert_manager, self._dispatcher)
@@ -299,9 +299,6 @@ class Watcher:
         self._pipeline.merges = merge
         try:
             self._flush_window(final=True)
-            if self._parts.guard is not None:
-                self._parts.guard.learn(keep=0, raises=False)
-                self._say()
         except Exception as error:
             self._boundary.caught(error)  # what is meant for the training, as of on_alert, is raised below
         finally:
@@ -398,14 +395,12 @@ class Watcher:
 
     def _collect_some(self) -> None:
         """Deliver what has arrived, unless nothing is notable: then it may wait for the next samples."""
-        if self._parts.notices or self._found or self._parts.by_hand.withholds or self._pipeline.receive():
+        if self._parts.notices or self._found or self._pipeline.receive():
             self._collect()
 
     def _collect(self) -> None:
-        """Deliver what has arrived, unless it may later turn out not to be samples."""
-        if self._parts.by_hand.withholds and not self._removed:
-            self._say()
-        elif not self._removed:
+        """Deliver what has arrived."""
+        if not self._removed:
             self._deliver()
 
     def _say(self) -> None:
@@ -446,10 +441,10 @@ class Watcher:
                     schedule.seconds_on_others += news.seconds_on_alerts
                 if self._parts.replay is not None and news.kinds & REPLAYED:
                     if not self._parts.thread.is_another:
-                        self._sampler.end_counting()  # the next step is run again
+                        self._sampler.rest.end()  # the next step is run again
                     self._parts.replay.is_armed = True
                 if news.is_untraced:
-                    schedule.distrust_versions()
+                    schedule.comparisons.distrust_versions()
                 if news.is_unusual or news.kinds:
                     schedule.look_closely()
 

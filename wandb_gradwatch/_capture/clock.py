@@ -37,7 +37,6 @@ class SampleClock:
     num_changes: int = 0  # how often the ownership has changed
     marked: set[int] = field(default_factory=set)
     backwards: int = 0
-    muted: int = 0  # number of steps under way that evaluate their closure again; backwards are ignored meanwhile
     takes_turns: bool = False  # successive samples have different optimizers, as in a GAN
     stepped: set[int] = field(default_factory=set)  # optimizers that stepped in the open sample
     ever_stepped: set[int] = field(default_factory=set)
@@ -122,13 +121,7 @@ class SampleClock:
 
     def discard(self) -> None:
         """Forget the marks and backwards of the open sample."""
-        self.marked.clear()  # in place: the hooks hold this set
-        self.backwards = 0
-
-    def take_back(self, num_updates: int) -> None:
-        """Undo all `update()` calls so far, which closed no real samples: the open sample is the first again."""
-        self.step -= num_updates
-        self.num_closed, self.marked_before = 0, frozenset()
+        self.marked, self.backwards = set(), 0
 
     def _is_complete(self) -> bool:
         if not self.previous <= self.stepped:

@@ -25,7 +25,7 @@ from .._runtime.root_hooks import RootHooks
 from .._runtime.wrappers import leaves_in
 from .._transfer.transfers import Found
 from ..snapshot import keys
-from .clock import SampleClock
+from .hooks import GradientHooks
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -137,8 +137,8 @@ class ForwardFacts:
     for which nobody waits. At other steps the hook only finds that it is not `is_open`.
     """
 
-    def __init__(self, clock: SampleClock) -> None:
-        self._clock = clock
+    def __init__(self, gradient_hooks: GradientHooks) -> None:
+        self._gradient_hooks = gradient_hooks
         self._boundary = ErrorBoundary(self._failed)
         self._is_sampled = False
         self._sample, self._pending = _Forwards(), _Forwards()
@@ -157,7 +157,7 @@ class ForwardFacts:
     @property
     def is_open(self) -> bool:
         """Whether forwards are looked at: not those of a step that evaluates its closure again."""
-        return self._is_sampled and not self._clock.muted
+        return self._is_sampled and not self._gradient_hooks.muted
 
     @property
     def seconds_spent(self) -> float:

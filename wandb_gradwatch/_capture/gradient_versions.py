@@ -70,12 +70,9 @@ def look_at(gradients: Iterable[Tensor]) -> list[int]:
     return states
 
 
-def were_reset(writes: Collection[int], *, has_accumulated: bool) -> bool:
-    """Whether most gradients were reset after a backward, judged by how often each was written to since then.
-
-    If the next backward `has_accumulated`, it has written to the first gradient only, or once to each view of a bucket.
-    """
-    return list(writes).count(0) < len(writes) / 2 and (not has_accumulated or any(number > 1 for number in writes))
+def were_reset(writes: Collection[int]) -> bool:
+    """Whether most gradients were reset since they were looked at, judged by how often each was written to."""
+    return list(writes).count(0) < len(writes) / 2
 
 
 @dataclass(slots=True)

@@ -1,11 +1,10 @@
-"""Marks parameters that receive a gradient, and detects the end of a backward. All hooks on parameters are made here.
+"""Notes which parameters a backward reaches. All hooks on parameters are made here.
 
-A hook marks its parameter and does no arithmetic, because the gradient is not final yet: DDP's all-reduce, later uses
-of a tied weight and further micro-batches can follow. Gradients are final in a callback that is queued from inside an
-end-of-backward callback: the outer callback runs before those of DDP and FSDP, the nested one after them.
+A hook notes its parameter and does no arithmetic, because the gradient is not final yet: DDP's all-reduce, later uses
+of a tied weight and further micro-batches can follow. What it notes is used when the backward has returned.
 
-The marks are tensor hooks, which run before the gradient is accumulated. A post-accumulate-grad hook could mark too,
-but torch keeps an empty holder on each parameter that has ever had one and visits it in every backward: about a
+The notes are made by tensor hooks, which run before the gradient is accumulated. A post-accumulate-grad hook could note
+too, but torch keeps an empty holder on each parameter that has ever had one and visits it in every backward: about a
 microsecond per parameter and step, even when nothing is measured. Tensor hooks can be removed without a trace.
 Post-accumulate-grad hooks are registered only where gradients are needed inside the backward, and on sharded
 parameters: no backward reaches the parameters of FSDP2, which calls these hooks itself once a gradient is in place.
@@ -26,79 +25,54 @@ from .._boundary import Boundary, entry_point
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import dynamo_disabled
 from .._runtime.sharding import local_part
-from .clock import SampleClock
 
-NO_SLOT: Final = -1  # of FSDP1's flat parameters: their hooks only detect the end of a backward
-
-# A backward that raised never runs its callback: without a limit its task would stay in the set forever.
-_MAX_ARMED: Final = 64
+NO_SLOT: Final = -1  # of FSDP1's flat parameters: their hooks only show that a backward has reached the model
 
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
     """The hooks on a parameter."""
 
-    slot: list[int]  # [1] the slot to mark; mutable, as a frozen parameter can get another slot but no new hook
-    handles: list[RemovableHandle]  # of the marking hook, and of the post-accumulate-grad hook if there is one
+    slot: list[int]  # [1] the slot to note; mutable, as a frozen parameter can get another slot but no new hook
+    handles: list[RemovableHandle]  # of the noting hook, and of the post-accumulate-grad hook if there is one
     table: dict[int, Any]  # the parameter's `_backward_hooks`: its tensor hooks
 
     def are_on(self, parameter: Tensor) -> bool:
-        """Whether the marking hook is on this parameter; an id alone can belong to a later parameter."""
+        """Whether the noting hook is on this parameter; an id alone can belong to a later parameter."""
         return self.handles[0].id in (parameter._backward_hooks or ())
 
     def come_off(self, parameter: Tensor) -> bool:
-        """Detach the table if only the marking hook is in it: putting it back costs a tenth of a new registration."""
+        """Detach the table if only the noting hook is in it: putting it back costs a tenth of a new registration."""
         if parameter._backward_hooks is not self.table or len(self.table) > 1 or len(self.handles) > 1:
             return False
         parameter._backward_hooks = None
         return True
 
 
-class BackwardHooks:
-    """Marks parameters, and calls back when a backward begins and when all its gradients are final.
-
-    Before a gradient is accumulated, its slot is added to `clock.marked` and to `reached`.
+class GradientHooks:
+    """Notes the slots of parameters that receive a gradient in `reached`.
 
     Args:
         boundary: gets the exceptions of the hooks.
         on_arrival: called with a slot and its parameter once the gradient is accumulated: for sharded parameters, and
             for every parameter after `tell_arrivals`. A framework may call the hook outside of a backward.
-        on_begin: called inside a hook before the first mark of a backward, with whether a gradient may already have
-            been accumulated.
-        on_end: called when the outermost backward has ended and all gradients are final.
     """
 
-    def __init__(
-        self,
-        clock: SampleClock,
-        *,
-        boundary: Boundary,
-        on_arrival: Callable[[int, Tensor], None],
-        on_begin: Callable[[bool], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        self.clock, self._boundary = clock, boundary
-        self.reached: set[int] = set()  # slots marked in the current backward
-        self._on_arrival = on_arrival
-        self._on_begin = on_begin
-        self._on_end = on_end
-        # One entry per graph task, not a flag: a backward that raised never runs its callback, and a flag would stay
-        # set forever.
-        self._armed: set[int] = set()
-        self._of_grad = -1  # the graph task of the last autograd.grad(), which accumulates nothing
+    def __init__(self, boundary: Boundary, on_arrival: Callable[[int, Tensor], None]) -> None:
+        self._boundary, self._on_arrival = boundary, on_arrival
+        self.reached: set[int] = set()  # slots, until they are taken
+        self.muted = 0  # number of steps under way that evaluate their closure again; nothing is noted meanwhile
+        self._task, self._accumulates = -1, False  # the newest graph task, and whether it accumulates gradients
         self._hooks: dict[int, _Hooks] = {}  # by id(parameter)
         self._taken_off: frozenset[int] = frozenset()  # ids of parameters whose hooks are removed for the moment
         self._kept: dict[int, _Hooks] = {}  # the hooks among them that can be put back, by id(parameter)
         self._tells_arrivals = self._removed = False
-        # Whether gradients have arrived outside of a backward: FSDP2 inside torch.distributed.pipelining reduces them
-        # after the last micro-batch. They are treated like those of a backward that lasts until `end_outside`.
-        self._is_open_outside = False
 
     def follow(self, entries: Iterable[Entry]) -> list[int]:
         """Hook every parameter that can have a gradient and has no hook yet. Returns the slots of new parameters.
 
         Hooks of parameters that are no longer in `entries` are removed. If a parameter's slot has changed, because its
-        module was renamed, its hook marks the new slot.
+        module was renamed, its hook notes the new slot.
         """
         new: list[int] = []
         current: dict[int, _Hooks] = {}
@@ -130,8 +104,13 @@ class BackwardHooks:
         self._hooks, self._taken_off, self._kept = current, frozenset(), {}
         return new
 
+    def take_reached(self) -> frozenset[int]:
+        """Return the slots reached since the last call."""
+        reached, self.reached = frozenset(self.reached), set()
+        return reached
+
     def is_hooked(self, parameter: Tensor) -> bool:
-        """Whether a backward that reaches this parameter marks it."""
+        """Whether a backward that reaches this parameter notes it."""
         hooks = self._hooks.get(id(parameter))
         return hooks is not None and hooks.are_on(parameter)
 
@@ -172,8 +151,8 @@ class BackwardHooks:
         with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
             tells_arrival = self._tells_arrivals or local_part(parameter) is not parameter
             # The decorator avoids a warning of torch if the parameter is pickled.
-            mark_gradient = unserializable_hook(partial(self._mark_gradient, of_slot))  # type: ignore[no-untyped-call]
-            handle = parameter.register_hook(mark_gradient)  # type: ignore[no-untyped-call]
+            note_gradient = unserializable_hook(partial(self._note_gradient, of_slot))  # type: ignore[no-untyped-call]
+            handle = parameter.register_hook(note_gradient)  # type: ignore[no-untyped-call]
             hooks = _Hooks(of_slot, [handle], parameter._backward_hooks or {})
             if tells_arrival:
                 self._register_arrival(parameter, hooks)
@@ -181,19 +160,12 @@ class BackwardHooks:
 
     @dynamo_disabled
     @entry_point()
-    def _mark_gradient(self, of_slot: Sequence[int], _: Tensor) -> None:
+    def _note_gradient(self, of_slot: Sequence[int], _: Tensor) -> None:
         task = current_graph_task()
-        if task not in self._armed:
-            if self._removed or task == self._of_grad:
-                return
-            if not accumulates():
-                self._of_grad = task
-                return
-            self.arm(task, has_accumulated=False)
-        slot = of_slot[0]
-        if not self.clock.muted and slot != NO_SLOT:  # inline: it runs once per parameter
-            self.clock.marked.add(slot)
-            self.reached.add(slot)
+        if task != self._task:
+            self._task, self._accumulates = task, accumulates()
+        if self._accumulates and not (self.muted or self._removed):
+            self.reached.add(of_slot[0])
 
     def _register_arrival(self, parameter: Tensor, hooks: _Hooks) -> None:
         handle = parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, hooks.slot))  # type: ignore[no-untyped-call]
@@ -205,66 +177,10 @@ class BackwardHooks:
     @dynamo_disabled
     @entry_point()
     def _gradient_arrived(self, of_slot: Sequence[int], parameter: Tensor) -> None:
-        if self._removed:
-            return
-        slot, task = of_slot[0], current_graph_task()
-        if task != -1:
-            self.arm(task)
-        elif not self._is_open_outside:
-            self._is_open_outside = True
-            self._on_begin(True)
-        if not self.clock.muted and slot != NO_SLOT:
-            self.clock.marked.add(slot)
-            self.reached.add(slot)
-            self._on_arrival(slot, parameter)
-
-    def arm(self, task: int, *, has_accumulated: bool = True) -> None:
-        """Arrange for on_end to be called when this graph task's backward has ended."""
-        if task in self._armed:
-            return
-        self.end_outside()
-        if len(self._armed) >= _MAX_ARMED:
-            self._armed.clear()
-        self._armed.add(task)
-        self._on_begin(has_accumulated)
-        _queue(partial(self._callback, task))
-
-    @dynamo_disabled
-    @entry_point()
-    def _callback(self, task: int) -> None:
-        _queue(partial(self._last_callback, task))
-
-    @dynamo_disabled
-    @entry_point()
-    def _last_callback(self, task: int) -> None:
-        self._armed.discard(task)
-        if self._removed:
-            return
-        node = torch._C._current_autograd_node()
-        if node is None:
-            self._on_end()
-        else:  # the inner backward of a re-entrant checkpoint: the outer one still runs
-            self._carry_outward(node)
-
-    def end_outside(self) -> None:
-        """Call on_end if gradients have arrived outside of a backward: they are used or changed now."""
-        if self._is_open_outside:
-            self._is_open_outside = False
-            self._on_end()
-
-    def _carry_outward(self, checkpoint: Any) -> None:
-        """Arm the outer backward too, in case it marks no parameter of its own."""
-        following = next((node for node, _ in checkpoint.next_functions if node is not None), None)
-        handles: list[RemovableHandle] = []
-        if following is not None:
-            handles.append(following.register_prehook(partial(self._arm_once, handles)))
-
-    @dynamo_disabled
-    @entry_point()
-    def _arm_once(self, handles: list[RemovableHandle], _: Any) -> None:
-        if handles:
-            handles.pop().remove()
-            self.arm(current_graph_task())
+        if not (self.muted or self._removed):
+            self.reached.add(of_slot[0])
+            if of_slot[0] != NO_SLOT:
+                self._on_arrival(of_slot[0], parameter)
 
 
 def _remove(hooks: _Hooks) -> None:
@@ -278,7 +194,3 @@ def accumulates() -> bool:
         return bool(torch._C._will_engine_execute_node(torch._C._current_autograd_node()))
     except RuntimeError:  # raised for leaf nodes, only inside autograd.grad()
         return False
-
-
-def _queue(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -12,22 +12,24 @@ from .._guard.guard import SkipGuard
 from .._guard.step_skipping import StepSkipping
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, num_nodes_made
+from .._runtime.backwards import TrainingThread
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, fsdp1_flat_parameters
 from .._transfer.sample_buffer import SampleBuffer
-from .by_hand import UpdatesByHand
 from .cadence import Budget, Cadence
+from .clock import SampleClock
 from .forward_facts import ForwardFacts
 from .gradient_versions import GradientVersions, mark_as_older_than_its_hook, was_seen
 from .group_facts import GroupFacts
-from .hooks import NO_SLOT, BackwardHooks
+from .hooks import NO_SLOT, GradientHooks
 from .loss import SampleLoss
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 from .probes import Probe, Probes
 from .scaling import GivenScale, LossScale
 from .schedule import Schedule
+from .updates import Updates
 from .wiring import Wiring
 
 
@@ -60,23 +62,23 @@ class CaptureParts:
         window: SampleBuffer,
         config: CaptureConfig,
         boundary: ErrorBoundary,
-        hooks: BackwardHooks,
+        hooks: GradientHooks,
     ) -> None:
         self.registry, self.window, self.boundary, self.hooks = registry, window, boundary, hooks
         self.notices = notices = Notices()  # messages and alerts for the watcher to deliver
-        self.clock = hooks.clock  # the open step and its marked slots
+        self.clock = SampleClock(step=config.start_step)  # the open step and its marked slots
         self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due at the open step
         self.shards = Shards()
-        self.thread = boundary.thread
+        self.thread = TrainingThread()
         # `registry.changes` and `registry.version` when parameters were last hooked
         self._followed = self._version = -1
         self.optimizers = OptimizerRegistry(registry, self.clock, config.optimizer)
         self.loss_scale = LossScale(config.loss_scale, self.optimizers, self.clock)
         self.seen = GradientVersions()  # the versions of the open sample's gradients
-        self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
+        self.updates = Updates(registry, notices, by_steps=config.optimizer is not None)
         self.probes = Probes(config.probes)
         self.loss = SampleLoss()
-        self.forward_facts = ForwardFacts(self.clock)
+        self.forward_facts = ForwardFacts(hooks)
         self.group_facts = GroupFacts(registry)
         self.wiring = Wiring(registry, self.optimizers, self.clock, notices)
         self.last_node = -1  # number of autograd nodes that had been made at the last step
@@ -94,13 +96,6 @@ class CaptureParts:
         """Move what is pending to the open sample, because a backward has ended or an optimizer is about to step."""
         self.loss.settle()
         self.forward_facts.settle()
-
-    def optimizer_found(self) -> None:
-        """Take back updates that were inferred without an optimizer: one steps now, or the user calls mark_step()."""
-        if self.by_hand.possible and (taken_back := self.by_hand.exclude()):
-            self.clock.take_back(taken_back)
-            self.window.leave_out_sent(self.clock.open_step)
-            self.schedule.take_back(taken_back)
 
     @property
     def is_measured(self) -> bool:
@@ -167,14 +162,14 @@ class CaptureParts:
             return entries
         return [*entries, *((NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self.registry.models()))]
 
-    def take_off_hooks(self, *, is_alone: bool) -> None:
+    def take_off_hooks(self) -> None:
         """Remove the hooks from all parameters until the next `follow`. Not to be called inside a backward.
 
-        With `is_alone`, no other thread runs a backward: the empty dictionaries that torch visits are removed too.
+        The empty dictionaries that torch visits are removed too, unless another thread may be visiting them now.
         """
-        self.hooks.take_off(self._leaves(self.registry.scan()) if is_alone else ())
+        self.hooks.take_off(() if self.thread.has_company else self._leaves(self.registry.scan()))
         self._followed = -1
 
     def would_tell(self, parameter: Tensor) -> bool:
-        """Whether a backward that reaches this parameter is noticed."""
+        """Whether a backward that reaches this parameter is noted."""
         return not self.shards.uses_fsdp1 and self.hooks.is_hooked(parameter)

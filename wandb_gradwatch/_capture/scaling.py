@@ -24,18 +24,18 @@ from torch.optim import Optimizer
 
 from .._boundary import Call, RaisedToTheUser, entry_point
 from .._measure.elements import onto
+from .._runtime.listeners import Listener, Listeners
 from .._runtime.notices import CannotWatchError
-from .._runtime.steps import STEP_HOOKS, Listener, Listeners, OptimizerTable, parameters_of
+from .._runtime.steps import OptimizerTable, parameters_of
 from .clock import SampleClock
 from .optimizer_registry import OptimizerRegistry
 
 GivenScale = float | Tensor | Callable[[int], float | Tensor]  # the user's `loss_scale`; the function gets the step
 LOSS: Final = -1  # in place of a slot: the loss itself
 
-# Since torch 2.6 the second half of clip_grad_norm_ is a function of its own, which clip_grad_norm_ looks up in
-# clip_grad even if it was imported by name before. Functions in both modules are wrapped in both.
-_SECOND_HALF: Final = ("_clip_grads_with_norm_", "clip_grads_with_norm_")
-_CLIPPING: Final = (*(_SECOND_HALF if hasattr(clip_grad, _SECOND_HALF[0]) else ["clip_grad_norm_"]), "clip_grad_value_")
+# clip_grad_norm_ looks up its second half, a function of its own, in clip_grad, even if clip_grad_norm_ itself was
+# imported by name before. Functions in both modules are wrapped in both.
+_CLIPPING: Final = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 
 
 @dataclass(slots=True)
@@ -63,7 +63,6 @@ class GradScalers(Listeners):
 
     def use(self, scaler: GradScaler) -> None:
         """Set the scaler that is in use until another one is used."""
-        STEP_HOOKS.end_quick_count()  # the scaler must learn of every step
         self.last_used = weakref.ref(scaler)
 
     def scaler_of(self, optimizer: Optimizer | None) -> GradScaler | None:
@@ -167,12 +166,14 @@ class GradScalers(Listeners):
         else:
             call.kwargs["parameters"] = parameters
         for listener in self._listeners:
-            listener.before_clipping(parameters)
+            if listener.counter is None:
+                listener.before_clipping(parameters)
 
     @entry_point()
     def _clip_ends(self, call: Call) -> None:
         for listener in self._listeners if call.found is not None else ():
-            listener.after_clipping(call.found)
+            if listener.counter is None:
+                listener.after_clipping(call.found)
 
 
 def _optimizer_in(call: Call) -> Optimizer | None:

@@ -2,23 +2,16 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
 
-from .._runtime.autograd import Entry
-from .._runtime.sharding import is_partial
 from .cadence import Budget, Cadence, Plan
 from .clock import SampleClock
+from .comparisons import Comparisons
 
-# Old code clips through `p.grad.data`, which the version counter does not show. So the first samples and the last one
-# of every window are compared by value; after one difference every sample is. If flushes follow each other closely,
-# each compares another part of the gradients: all of them would be a second pass over the gradients for every row.
-_COMPARED_SAMPLES: Final = 3  # number of samples at the start that are compared whole
-_COMPARED_EVERY: Final = 5  # least number of steps between compared samples after that
-_COMPARED_WITHIN: Final = 50  # steps within which every gradient is compared once
 _LOOK_AHEAD: Final = 50  # steps for which a sample_every function is evaluated in advance
 _UNPLANNED: Final = Plan()
 _FIRST: Final = 10  # number of samples at successive steps, and steps between samples, until rank 0 has made a plan
@@ -32,10 +25,7 @@ class Schedule:
         self.is_open_ended = cadence.sample_every is None  # the budget decides which steps are sampled
         self.is_sampled = False  # whether the open step is sampled
         self.has_histogram = False  # whether the sample of the open step has a histogram
-        # One in this many gradients that look unmodified is compared by value at the open step; 0: none.
-        self._compared_one_in = 0
-        self._last_compared, self._num_compared = clock.step, 0  # step of the last compared sample, and their number
-        self.trusts_versions = True  # no gradient has been modified so far without a new version
+        self.comparisons = Comparisons(clock.step)
         self.last_sample = clock.step
         # Steps that the clock's number includes although this process has not counted them: equal on ranks whose
         # numbers mean the same steps.
@@ -48,7 +38,6 @@ class Schedule:
         # Costs that the user has asked for, of guarded steps and of rows: the budget is not charged for them.
         self.seconds_left_out = 0.0
         self._first_step, self.num_measured = clock.step, 0  # the step before the first, and the measured steps since
-        self._num_samples = 0  # samples with an update: a loss scaler's skipped step shows no clipping
         self._samples_in_window = 0
         self._last_row = clock.step  # at which the last window was flushed
         self._last_histogram: int | None = None  # the flush of the last window with a histogram
@@ -68,10 +57,7 @@ class Schedule:
             every = cadence.every(step)
             self.is_sampled, following = bool(every and step % every == 0), step + (every or 1)
         is_last = following > (flush := cadence.next_flush(step)) and self._row_is_due(flush)
-        is_compared_whole = not self.trusts_versions or self._num_samples < _COMPARED_SAMPLES
-        steps = step - self._last_compared
-        of_flushed = max(_COMPARED_WITHIN // steps, 1) if is_last and steps >= _COMPARED_EVERY else 0
-        self._compared_one_in = 1 if is_compared_whole else of_flushed
+        self.comparisons.open(step, is_last=is_last)
         self.has_histogram = self.is_sampled and cadence.histogram_due(
             step,
             last=self.last_sample,
@@ -88,22 +74,6 @@ class Schedule:
         """Whether a window that has samples is flushed at this step, at which windows may be flushed."""
         is_exact = self._cadence.log_every is not None or not self.is_open_ended
         return is_exact or flush - self._last_row >= self._plan.row_every
-
-    def compared(self, unmodified: Sequence[Entry]) -> Sequence[Entry]:
-        """Return which of the open step's gradients that look unmodified are compared by value with their rows.
-
-        A part is enough: code that clips through `.data` modifies all of them. Partial sums over ranks are left out:
-        their values need a collective, but each rank decides on its own how much it compares.
-        """
-        if not self._compared_one_in:
-            return ()
-        unmodified = [entry for entry in unmodified if not is_partial(entry[1].grad)]
-        if not unmodified:
-            return ()
-        one_in = min(self._compared_one_in, len(unmodified))
-        turn = self._num_compared % one_in
-        # Neighbours, because their rows are a slice on the device, which needs no upload of indices.
-        return unmodified[len(unmodified) * turn // one_in : len(unmodified) * (turn + 1) // one_in]
 
     def window_is_full(self, step: int) -> bool:
         """Whether the window is flushed after this step, measured or not."""
@@ -133,9 +103,7 @@ class Schedule:
         """
         self._samples_in_window += 1
         self.num_measured += 1
-        self._num_samples += not skipped
-        if self._compared_one_in:
-            self._last_compared, self._num_compared = step, self._num_compared + 1
+        self.comparisons.add_sample(step, skipped=skipped)
         if self.is_open_ended:
             on_rows, on_others = self.seconds_on_rows, self.seconds_on_others
             if self._cadence.log_every is not None:
@@ -168,7 +136,7 @@ class Schedule:
             num_steps = 2 * max(self._cadence.next_flush(1), own.every)
             own = replace(own, every=self._budget.pace(num_steps))
             self._plan = self.ranks.exchange(step, own, must_agree=must_agree) or self._plan
-        if self._plan is _UNPLANNED and self._num_samples >= _FIRST:  # at once if a run is resumed
+        if self._plan is _UNPLANNED and self.comparisons.num_updates >= _FIRST:  # at once if a run is resumed
             return Plan(every=_FIRST)  # until the first plan of rank 0 takes effect
         return self._plan
 
@@ -181,29 +149,18 @@ class Schedule:
             self._samples_in_window, self._last_row = 0, self._clock.step
         self.open()
 
-    def take_back(self, num_steps: int) -> None:
-        """Undo steps that turned out not to be updates."""
-        self._next_sample -= num_steps
-        self.last_sample -= num_steps
-        self.num_measured = min(self.num_measured, self.num_steps)
-        self.begin_window()
-
     def look_closely(self) -> None:
         """Sample the next steps one by one, as far as the budget allows, because something is unusual."""
         is_allowed = self._budget.look_closely()
         if is_allowed and self.is_open_ended and self.ranks is None and not self.is_sampled:
             self._next_sample = min(self._next_sample, self._clock.open_step + 1)
 
-    def distrust_versions(self) -> None:
-        """Compare every sample by value from now on: a gradient was modified without a new version."""
-        self.trusts_versions, self._compared_one_in = False, 1
-
     def state_dict(self) -> dict[str, Any]:
         """The step and the facts learned about the loop, as plain numbers."""
         return {
             "step": self._clock.step,
-            "trust_versions": self.trusts_versions,
-            "num_samples": self._num_samples,
+            "trust_versions": self.comparisons.trusts_versions,
+            "num_samples": self.comparisons.num_updates,
             "samples_in_window": self._samples_in_window,
             "last_histogram": self._last_histogram,
         }
@@ -211,12 +168,13 @@ class Schedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_uncounted += int(state["step"]) - self._clock.step
         self._clock.step = int(state["step"])
-        self.trusts_versions = bool(state["trust_versions"])
-        self._num_samples = int(state["num_samples"])
+        self.comparisons.resume(
+            self._clock.step, int(state["num_samples"]), trusts_versions=bool(state["trust_versions"])
+        )
         self._samples_in_window = int(state["samples_in_window"])
         last_histogram = state["last_histogram"]
         self._last_histogram = None if last_histogram is None else int(last_histogram)
-        self.last_sample = self._last_compared = self._clock.step
+        self.last_sample = self._clock.step
         self._next_sample, self._last_row = self._clock.open_step, self._clock.step
         self._first_step, self.num_measured = self._clock.step, 0
         self._budget.look_closely()  # the first steps show what the rollback or restart changed

@@ -3,7 +3,6 @@
 The faults: parameters that no optimizer holds, an optimizer that holds other tensors, gradients that are never reset.
 """
 
-import gc
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,11 +26,13 @@ from .clock import SampleClock
 from .gradient_versions import REPLACED, GradientVersions, version_of
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
+from .updates import held_by_optimizers
 
 _STEPS: Final = 3  # number of steps of each optimizer that are checked
 _AGAIN_EVERY: Final = 50  # after these, the sampled steps that are checked for gradients that are no longer reset
 _PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that raise an alert
-_FEWEST_BACKWARDS: Final = 20  # the same at the end of a run that has made no step at all
+# The same at the end of a run that has made no step at all, and where the gradients were reset before each backward
+_FEWEST_BACKWARDS: Final = 20
 # Steps of other models' optimizers before the first gradient of the watched one; samples before an optimizer's step
 _PATIENCE_IN_STEPS: Final = 100
 _PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
@@ -54,12 +55,14 @@ class _Carried:
     """Gradients that one optimizer has used and that have not been reset since."""
 
     seen: GradientVersions = field(default_factory=GradientVersions)  # the smallest of them, as of the last backward
-    nonzero: Tensor | None = None  # 0-dim bool on their device: any was not 0 when the next backward had begun
+    nonzero: Tensor | None = None  # 0-dim bool on their device: any was not 0 when the next backward began
+    were_reset: bool = False  # whether they were when the backward began that is running
+    found: Tensor | None = None  # `nonzero` as of that moment
     num_steps: int = 0
 
     def follow(self, entries: Sequence[Entry]) -> None:
         """Follow the gradients of these parameters from now on."""
-        self.nonzero = None
+        self.nonzero, self.were_reset, self.found = None, False, None
         self.seen.clear()
         self.seen.note(entries)
 
@@ -84,6 +87,7 @@ class Wiring:
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
         self._has_said_nothing_seen = False
         self._num_backwards = 0  # that have reached the watched model
+        self._num_resets = 0  # of their gradients, before the first step
         self._num_elsewhere = 0  # number of steps of other models' optimizers before the first sample
         # slot -> version of the parameter when watch() was called
         self._versions_at_begin = parameter_registry.versions()
@@ -116,28 +120,47 @@ class Wiring:
                     self._notices.alert("Optimizer settings", fact, self._clock.open_step, cause="optimizer_settings")
                     return
 
-    def backward_begins(self, has_accumulated: bool) -> None:
-        """Check which gradients were reset before this backward, while it has written to one gradient at most."""
+    @property
+    def is_carrying(self) -> bool:
+        """Whether gradients are followed that the next backward should not add to."""
+        return any([carried.seen.states for carried in self._carried.values()])
+
+    def backward_begins(self) -> None:
+        """Check which gradients were reset before this backward, which may turn out to be another model's."""
+        for carried, entries in self._carrying():
+            writes = carried.seen.writes(entries)
+            untouched = [local_part(p.grad) for slot, p in entries if not writes[slot] and p.grad is not None]
+            carried.were_reset = not untouched or len(untouched) < len(carried.seen.states)
+            if not carried.were_reset and carried.nonzero is None:  # zeroing through `.data` shows only in the values
+                nonzero = [elements_of(gradient)[0].ne(0).any() for gradient in untouched]
+                home = max((one.device for one in nonzero), key=lambda device: device.type != "cpu")  # so nobody waits
+                carried.found = torch.stack([onto(one, home) for one in nonzero]).any()
+
+    def backward_ended(self, *, has_begun: bool) -> None:
+        """Remember the gradients' new states; alert when many backwards have ended without an optimizer step.
+
+        `has_begun`: `backward_begins` was called.
+        """
+        if not has_begun:
+            self.forget_gradients()
         if self._without_model is not None and not self._optimizer_registry.num_known:
             self._notices.append(self._without_model)
         self._without_model = None
         for carried, entries in self._carrying():
-            writes = carried.seen.writes(entries)
-            untouched = [local_part(p.grad) for slot, p in entries if not writes[slot] and p.grad is not None]
-            if not untouched or len(untouched) < len(carried.seen.states) - has_accumulated:
+            if carried.were_reset:
                 carried.follow(())
-            elif carried.nonzero is None:  # zeroing through `.data` shows only in the values
-                nonzero = [elements_of(gradient)[0].ne(0).any() for gradient in untouched]
-                home = max((one.device for one in nonzero), key=lambda device: device.type != "cpu")  # so nobody waits
-                carried.nonzero = torch.stack([onto(one, home) for one in nonzero]).any()
-
-    def backward_ended(self) -> None:
-        """Remember the gradients' new states; alert when many backwards have ended without an optimizer step."""
-        for carried, entries in self._carrying():
-            carried.seen.note(entries)
+            else:
+                carried.nonzero = carried.found
+                carried.seen.note(entries)
         self._num_backwards += 1
         if self._clock.backwards == _PATIENCE_IN_BACKWARDS:
             self._say_no_step(_PATIENCE_IN_BACKWARDS)
+
+    def were_reset(self) -> None:
+        """The gradients of a backward were reset, and no optimizer has used them: alert if none ever does."""
+        self._num_resets += 1
+        if self._num_resets == _FEWEST_BACKWARDS and not self._clock.num_closed:
+            self._say_no_step(_FEWEST_BACKWARDS)
 
     def _say_no_step(self, num: int) -> None:
         self._notices.alert(
@@ -149,7 +172,7 @@ class Wiring:
         )
 
     def forget_gradients(self) -> None:
-        """Forget the remembered gradients: the hooks are off, so a reset before the next backwards would be missed."""
+        """Forget the remembered gradients: a reset before the next backwards may not be seen."""
         for carried in self._carried.values():
             carried.follow(())
 
@@ -177,7 +200,7 @@ class Wiring:
         first, self._first_states = self._first_states, {}
         if unowned and unowned != self._known_unowned:  # checked again only when the set of such parameters changes
             self._known_unowned = unowned
-            held = _held_by_any_optimizer()
+            held = held_by_optimizers()
             at = first or self._states()
             here = {slot: id(p) in held for slot, p in self._parameter_registry.scan() if slot in unowned}
             self._clock.expected = frozenset(slot for slot, is_held in here.items() if is_held)
@@ -281,12 +304,6 @@ class Wiring:
                 self._clock.open_step,
                 cause="stale_optimizer",
             )
-
-
-def _held_by_any_optimizer() -> set[int]:
-    """Return the ids of the parameters of all optimizers in this process, including those that have not stepped."""
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
-    return {id(parameter) for one in optimizers if hasattr(one, "param_groups") for parameter in parameters_of(one)}
 
 
 def _slots_that_are_broken(entries: Iterable[Entry]) -> list[int]:

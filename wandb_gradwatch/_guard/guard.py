@@ -1,8 +1,4 @@
-"""Guards, which do not apply unhealthy steps: `watch(..., guard="skip")`, a function, or a SkipGuard with limits.
-
-If the host decides about a step, the guard learns from it at once; if the device decides, exactly 8 steps later: "as
-soon as it has arrived" would let the decisions depend on the machine's timing, and differ between runs and ranks.
-"""
+"""Guards, which do not apply unhealthy steps: `watch(..., guard="skip")`, a function, or a SkipGuard with limits."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from .._analysis.baseline import limit_of
 from .._analysis.memory import PerKind, Remembers
@@ -109,11 +104,9 @@ class SkipGuard(Remembers):
     skips later optimizers of the same backward. It is counted (`gradwatch/num_guarded_steps`), and a message names the
     first one.
 
-    Torch's fused optimizers (`fused=True`: Adam, AdamW, SGD; Adagrad from torch 2.13) get the decision on the device,
-    and the host never waits; the host learns, counts and raises 8 steps later. The first step of a fused optimizer
-    (which creates its state), other optimizers, and `is_bad` cost one read from the device per step. Ranks that hold
-    shards decide together, by a small all-reduce per step: call `watch()` on all of them. A step between samples costs
-    as much as a sample without histogram and parameter norms, plus a dozen operations on scalars.
+    The decision costs one read from the device per step, for which the host waits, as a gradient scaler does. Ranks
+    that hold shards decide together, by a small all-reduce per step: call `watch()` on all of them. A step between
+    samples costs as much as a sample without histogram and parameter norms, plus a dozen operations on scalars.
 
     Args:
         is_bad: replaces the limits: a function that gets a snapshot of the step and returns True to skip the step. The
@@ -128,7 +121,7 @@ class SkipGuard(Remembers):
             a norm must exceed both.
         window: the number of healthy steps that define the usual norm.
         replay: run a step that was skipped for NaN or Inf once more, to name the operation that made them; at most once
-            per episode and three times per run. Keeps the inputs of one step. Without effect if the device decides.
+            per episode and three times per run. Keeps the inputs of one step.
 
     Raises:
         ValueError: a limit is invalid.
@@ -159,31 +152,23 @@ class SkipGuard(Remembers):
             threshold=self.threshold, factor=self.factor, stds=self.stds, window=self.window, default_factor=20.0
         )
 
-    @property
-    def lets_through(self) -> bool:
-        """Whether the limit of consecutive unhealthy steps is reached and the next step is applied in any case."""
-        return self.then == "continue" and self.num_in_a_row >= self.max_in_a_row
-
     def withholds(self, step: int, *, bad: bool) -> bool:
         """Return whether a step is skipped; raise a TooManySkippedStepsError after too many unhealthy ones in a row."""
-        if bad:
-            self._refuse_too_many(step, self.num_in_a_row + 1)
-        return bad and not self.lets_through
-
-    def count(self, step: int, *, bad: bool, skipped: bool, was_asked: bool) -> None:
-        """Count a finished step. If `withholds` was not asked, as the device has decided, this raises in its place."""
-        self.num_in_a_row = self.num_in_a_row + 1 if bad else 0
-        self.num_skipped += skipped
-        if skipped and not was_asked:
-            self._refuse_too_many(step, self.num_in_a_row)
-
-    def _refuse_too_many(self, step: int, num_in_a_row: int) -> None:
-        if self.then == "raise" and num_in_a_row > self.max_in_a_row:
+        num_in_a_row = self.num_in_a_row + bad
+        if num_in_a_row <= self.max_in_a_row:
+            return bad
+        if self.then == "raise":
             raise TooManySkippedStepsError(
                 f"guard: {num_in_a_row} unhealthy steps in a row, up to step {step} "
                 f"(max_in_a_row={self.max_in_a_row}); the model no longer learns. Load an earlier checkpoint, "
                 'lower the learning rate, or use SkipGuard(then="continue").'
             )
+        return False
+
+    def count(self, *, bad: bool, skipped: bool) -> None:
+        """Count a finished step."""
+        self.num_in_a_row = self.num_in_a_row + 1 if bad else 0
+        self.num_skipped += skipped
 
 
 GuardArgument = Literal["skip"] | StepJudge | SkipGuard | None
@@ -198,23 +183,3 @@ def resolve_guard(guard: GuardArgument) -> SkipGuard | None:
     if callable(guard) and not isinstance(guard, type):  # a class returns an instance, which would always be true
         return SkipGuard(is_bad=guard)
     raise ValueError(f'guard={guard!r} must be "skip", a function from a snapshot to True (skip), or a SkipGuard')
-
-
-def honours_found_inf(optimizer: Optimizer) -> bool:
-    """Return whether this optimizer's step changes nothing at all if `optimizer.found_inf` is 1.
-
-    Only torch's own code is trusted: a subclass that does more in its step would still do it.
-    """
-    is_torchs = type(optimizer).step in (Adam.step, AdamW.step, SGD.step, Adagrad.step)
-    if not (is_torchs and getattr(optimizer, "_step_supports_amp_scaling", False)):
-        return False
-    return all(group.get("fused") and _has_state(optimizer, group) for group in optimizer.param_groups)
-
-
-def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Return whether a group's state exists. A skipped first step would still create the state, and a fused SGD would
-    then use an uninitialised momentum buffer."""
-    if group.get("momentum") == 0:  # SGD without momentum has none
-        return True
-    states = (optimizer.state.get(parameter) for parameter in group["params"] if parameter.grad is not None)
-    return all(state and state.get("momentum_buffer", state) is not None for state in states)

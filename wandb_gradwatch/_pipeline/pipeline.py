@@ -104,7 +104,7 @@ class Pipeline:
                 self.waiting.add(arrived, now=time.perf_counter())
                 and schedule.is_sampled
                 and not (schedule.is_open_ended or self._parts.guard is not None or self._parts.merges_ranks)
-                and not (arrived.changed_without_a_trace and schedule.trusts_versions)
+                and not (arrived.changed_without_a_trace and schedule.comparisons.trusts_versions)
             )
         return is_due
 

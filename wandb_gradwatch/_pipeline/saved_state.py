@@ -69,11 +69,11 @@ def load_state(
     unchanged = None if guard is None else guard.state_dict(), probes.state_dict()
     try:
         if guard is not None and saved["guard"] is not None:
-            guard.load_state_dict(saved["guard"], place)
+            guard.load_state_dict(saved["guard"])
         probes.load_state_dict(saved["metrics"])
     except _BROKEN as error:
         if guard is not None and unchanged[0] is not None:
-            guard.load_state_dict(unchanged[0], {slot: slot for slot in range(num_names)})
+            guard.load_state_dict(unchanged[0])
         probes.load_state_dict(unchanged[1])
         raise ValueError(f"{_NEEDED}, but its 'guard' or 'metrics' does not fit: {error!r:.200}") from error
     parts.schedule.load_state_dict(saved["sampler"])

@@ -6,19 +6,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .._boundary import Boundary, entry_point
-from .autograd import TrainingThread
 
 # torch.no_grad() calls this function through four Python frames.
 _set_grad_enabled: Final[Callable[[bool], None]] = torch._C._set_grad_enabled
-
-_SKIPS_ALL_BELOW: Final = hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")  # torch >= 2.7
-ADDED_FRAMES: Final = 0 if _SKIPS_ALL_BELOW else 1  # between an untraced function and its caller
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Arguments = ParamSpec("Arguments")
@@ -36,7 +32,6 @@ class ErrorBoundary(Boundary):
         # returns a function that tells whether the device has been busy with earlier work since then.
         self.lag: Callable[[], Callable[[], bool]] | None = None
         self._is_busy: Callable[[], bool] = lambda: False  # the newest of these functions
-        self.thread = TrainingThread()
         self.lock = threading.RLock()  # held while the monitor's code runs, and during the user's calls of its methods
         self._depth = 0  # depth of nested calls, of which only the outermost is timed
 
@@ -66,8 +61,6 @@ class ErrorBoundary(Boundary):
                 self._depth += 1
                 try:
                     _set_grad_enabled(False)
-                    if self.thread.has_company:
-                        self.thread.check_turns()
                     if self.lag is not None and not inside_another:
                         self._is_busy = self.lag()
                     answer = function(*args, **kwargs)
@@ -109,23 +102,9 @@ def dynamo_disabled(function: Function) -> Function:
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     eval_frame: Any = torch._C._dynamo.eval_frame
-    if _SKIPS_ALL_BELOW:
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-        return function
-
-    # torch < 2.7 can skip a single frame, but not the frames below it: switch the compiler off around the call.
-    @functools.wraps(function)
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        before = eval_frame.set_eval_frame(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            eval_frame.set_eval_frame(before)
-
-    eval_frame.skip_code(cast("Any", alone).__code__)
-    alone._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return cast("Function", alone)
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def contained(method: Callable[Concatenate[Any, Arguments], None]) -> Callable[Concatenate[Any, Arguments], None]:

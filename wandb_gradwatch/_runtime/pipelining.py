@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch import nn
 
 from .._boundary import Call, entry_point
-from .steps import Listeners
+from .listeners import Listeners
 
 
 class PipelineSchedules(Listeners):

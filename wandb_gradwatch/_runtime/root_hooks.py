@@ -28,9 +28,8 @@ class _RootHook(TransientHook):
 
 
 _EVAL_FRAME: Final[Any] = torch._C._dynamo.eval_frame
-if hasattr(_EVAL_FRAME, "set_code_exec_strategy"):  # torch >= 2.7; before, the hook is compiled to nothing
-    _SKIP: Final = _EVAL_FRAME._FrameAction.SKIP
-    _EVAL_FRAME.set_code_exec_strategy(_RootHook.__call__.__code__, _EVAL_FRAME._FrameExecStrategy(_SKIP, _SKIP))
+_SKIP: Final = _EVAL_FRAME._FrameAction.SKIP
+_EVAL_FRAME.set_code_exec_strategy(_RootHook.__call__.__code__, _EVAL_FRAME._FrameExecStrategy(_SKIP, _SKIP))
 
 
 class RootHooks:

@@ -9,7 +9,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, FunctionType
@@ -27,8 +27,9 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from .._boundary import Boundary, Call, around, entry_point
-from .autograd import current_graph_task, num_nodes_made
-from .error_boundary import ADDED_FRAMES, dynamo_disabled
+from .autograd import current_graph_task
+from .error_boundary import dynamo_disabled
+from .listeners import Listener, Listeners
 
 Value = TypeVar("Value")
 
@@ -54,129 +55,6 @@ class OptimizerTable(Generic[Value]):
     def get(self, optimizer: Optimizer | None) -> Value | None:
         entry = self._entries.get(id(optimizer))
         return None if entry is None else entry[1]
-
-
-class StepCounter:
-    """Counts steps in place of a listener, with as few calls as possible. This one counts none."""
-
-    def begins(self, optimizer: Optimizer) -> bool:
-        """Called before a step: whether the step is only counted, or is a part of a step that is only counted."""
-        return False
-
-    def ends(self, optimizer: Optimizer) -> bool:
-        """Called after a step, counted or not: whether counting ends."""
-        return False
-
-
-class Listener:
-    """A subscriber to steps of optimizers or pipelines, gradient scalers or clipping: methods that do nothing."""
-
-    counter: StepCounter | None = None  # the listener is not called for steps that the counter counts
-    _boundary: Boundary  # gets the exceptions of its methods, which are entry points, and of the code that calls them
-
-    def fail(self, error: Exception) -> None:
-        """Stop, because the code that calls the listeners has raised."""
-        self._boundary.fail(error)
-
-    def follows(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer updates watched parameters. Called before every step, so it must be cheap."""
-        return False
-
-    def end_counting(self, *, before_step: bool = False) -> None:
-        """Stop counting: `counter.ends` returned True, or an optimizer is about to step that is not counted."""
-
-    def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
-        """Whether `outer` owns all parameters of `inner`, so that steps of `inner` inside its steps are ignored."""
-        return False
-
-    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        """Called when the gradients are those that the optimizer will use."""
-
-    def guard_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        """Called after every listener's `before_step`: the gradients may be withheld from the optimizer now."""
-
-    def before_inner_step(self, optimizer: Optimizer, *, is_torchs: bool) -> None:
-        """Called inside a step, before a step that it delegates to: `super().step()`, or that of another optimizer.
-
-        `is_torchs`: the inner step is one of torch's own, which uses the gradients as they are now.
-        """
-
-    def before_closure(self, optimizer: Optimizer) -> None:
-        """Called before a step with a closure, whose present gradients are meaningless."""
-
-    def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        """Called after a step. If the step raised, the call may come as late as in the next backward."""
-
-    def mute(self, muted: bool) -> None:
-        """Ignore backwards (True) between the first return of a closure and the end of its step, or stop to (False)."""
-
-    def before_unscale(self, optimizer: Optimizer) -> None:
-        """A scaler is about to unscale the gradients: last moment at which they are scaled and unclipped."""
-
-    def after_unscale(self, optimizer: Optimizer) -> None:
-        """A scaler has unscaled the gradients in place."""
-
-    def step_skipped(self, optimizer: Optimizer) -> None:
-        """A scaler's `step` was called, but the optimizer was not stepped."""
-
-    def before_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """The gradients of these are about to be clipped, in place."""
-
-    def after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """The gradients of these are clipped, if they exceeded the limit."""
-
-    def schedule_begins(self, schedule: Any) -> None:
-        """A pipeline schedule is about to run the forwards and backwards of all micro-batches."""
-
-    def schedule_ended(self, schedule: Any) -> None:
-        """A pipeline schedule has run them and scaled the gradients, or it has raised."""
-
-
-class Listeners:
-    """Subscribers to calls of torch functions, which are replaced by wrappers while there is a subscriber.
-
-    Any thread may subscribe, unsubscribe or cause an event: events iterate over an immutable tuple of listeners.
-    """
-
-    def __init__(self) -> None:
-        self._boundary = Boundary(self._failed)
-        self._listeners: tuple[Listener, ...] = ()
-        # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
-        self._lock = threading.RLock()
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    def subscribe(self, listener: Listener) -> None:
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
-            self._install()
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Remove a listener. Idempotent."""
-        with self._lock:
-            self._listeners = tuple(other for other in self._listeners if other is not listener)
-            if not self._listeners:
-                self._uninstall()
-
-    def _failed(self, error: Exception) -> None:
-        for listener in self._listeners:
-            listener.fail(error)
-
-    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
-        """Modules or classes, attribute names, and the entry points `before` and `after` calls of the attribute."""
-        return ()
-
-    def _install(self) -> None:
-        installed = {(owner, name) for owner, name, _ in self._originals}
-        for owner, name, entry_points in self._wrappers():
-            original = owner.__dict__.get(name)  # None: an inherited method is wrapped at its own class
-            if original is not None and (owner, name) not in installed:
-                self._originals.append((owner, name, original))
-                setattr(owner, name, functools.wraps(original)(around(original, **entry_points)))
-
-    def _uninstall(self) -> None:
-        for owner, name, original in reversed(self._originals):
-            setattr(owner, name, original)
-        self._originals = []
 
 
 def is_torchs(step: Callable[..., Any]) -> bool:
@@ -249,20 +127,6 @@ class _Stack(threading.local):
         self.steps: list[_Step] = []
 
 
-@dataclass(slots=True, eq=False)
-class QuickCount:
-    """Counts the steps of one optimizer while nothing else is due, in place of the counter of the only listener.
-
-    It has no method, because a call would cost more than all that is done here.
-    """
-
-    optimizer: weakref.ref[Optimizer]
-    clock: Any  # its `step` is the number of steps
-    until: float  # the listener's counter is asked again once so many steps are counted
-    last_node: int = -1  # the number of autograd nodes that had been made at the last counted step
-    is_under_way: bool = False
-
-
 class StepHooks(Listeners):
     """The only hooks of this process on optimizer steps. They call the listeners that follow the optimizer."""
 
@@ -271,14 +135,9 @@ class StepHooks(Listeners):
         self._handles: list[RemovableHandle] = []
         self._stack = _Stack()
         self._under_way: set[weakref.ref[_Step]] = set()  # the running steps of all threads
-        self._quick: QuickCount | None = None
         # The classes whose `step` is wrapped, because subclasses call it as super().step(): torch calls the hooks there
         # only if an optimizer of the class itself was made.
         self._wrapped: dict[type, tuple[FunctionType, Callable[..., Any]]] = {}
-
-    def unsubscribe(self, listener: Listener) -> None:
-        self._quick = None  # it may be this listener's
-        super().unsubscribe(listener)
 
     def _install(self) -> None:
         if not self._handles:
@@ -303,15 +162,6 @@ class StepHooks(Listeners):
     @dynamo_disabled
     @entry_point()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        quick = self._quick
-        if (
-            quick is not None
-            and quick.optimizer() is optimizer
-            and quick.clock.step < quick.until
-            and len(self._listeners) == 1
-        ):
-            quick.is_under_way = True
-            return None
         listeners: list[Listener] = []
         for listener in self._listeners:
             if (counter := listener.counter) is not None and counter.begins(optimizer):
@@ -321,7 +171,7 @@ class StepHooks(Listeners):
                 listeners.append(listener)
         if not listeners:
             return None
-        frame = sys._getframe(2 + ADDED_FRAMES)  # of the caller of the entry point
+        frame = sys._getframe(2)  # of the caller of the entry point
         self.drop_raised(frame)
         within: list[tuple[_Step, Listener]] = []
         for outer in self._stack.steps:
@@ -350,11 +200,6 @@ class StepHooks(Listeners):
     @dynamo_disabled
     @entry_point()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        quick = self._quick
-        if quick is not None and quick.is_under_way and quick.optimizer() is optimizer:
-            quick.is_under_way, quick.last_node = False, num_nodes_made()
-            quick.clock.step += 1
-            return
         for listener in self._listeners:
             if (counter := listener.counter) is not None and counter.ends(optimizer):
                 listener.end_counting()
@@ -387,17 +232,6 @@ class StepHooks(Listeners):
         """Tell the listeners of this optimizer's running steps that it calls an inherited `step`."""
         for step in [one for one in self._stack.steps if one.optimizer is optimizer]:
             step.delegate(function, [*((step, listener) for listener in step.listeners), *step.outer])
-
-    def count_quickly(self, optimizer: Optimizer, clock: Any, *, until: float) -> QuickCount | None:
-        """Count steps of this optimizer in `clock.step` from now on, up to `until`; None with several listeners."""
-        if len(self._listeners) > 1:
-            return None
-        self._quick = QuickCount(weakref.ref(optimizer), clock, until)
-        return self._quick
-
-    def end_quick_count(self) -> None:
-        """Ask the listeners' counters at every step again. Idempotent."""
-        self._quick = None
 
     def _others_follow(self, optimizer: Optimizer) -> bool:
         """Whether hooks of others run between this one and the step."""
