@@ -316,8 +316,8 @@ def test_report_and_workspace_print_the_url(
 ) -> None:
     calls: list[tuple[str | None, ...]] = []
 
-    def make(*target: str | None, incidents: object = ()) -> str:
-        assert incidents == ()  # there is no run with this id
+    def make(*target: str | None, history: object) -> str:
+        assert history is None  # there is no run with this id
         calls.append(target)
         return "https://host.example/made"
 

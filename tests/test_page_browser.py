@@ -982,11 +982,11 @@ def test_runs_are_a_table_with_the_worst_first_and_two_of_them_side_by_side(show
     assert names[0] == shown
     assert sorted(names[1:]) == ["healthy", "other"]
     assert page.locator("#runs thead th").all_inner_texts() == [
-        *("Run", "lr", "Verdict", "Measured", "Gradient norm", "First incident")
+        *("Run", "Verdict", "Gradient norm", "First incident", "lr", "Measured")
     ]
-    assert {row[2] for row in rows} == {"not set", "0.0001235", "1"}
-    assert rows[0][3].startswith("ERROR: the explosion")
-    assert rows[0][6] == "step 260 head.weight"
+    assert rows[0][2].startswith("ERROR: the explosion")
+    assert rows[0][4] == "step 260 head.weight"
+    assert {row[5] for row in rows} == {"not set", "0.0001235", "1"}
     assert page.locator("#runs .spark").count() == 3
     assert page.locator("img, main b").count() == 0
     # At first the worst and the best; then the first and the second.

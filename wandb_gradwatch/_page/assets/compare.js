@@ -44,14 +44,14 @@ function runsSection() {
     return [
       element("td", {}, boxes[index]),
       element("th", { scope: "row", class: "text prose" }, one.name + (one.name === one.id ? "" : ` (${one.id})`)),
-      ...one.settings.map((value) => text(value)),
       text(one.told, MOODS[one.verdict.status]),
-      one.share,
       element("td", {}, normSpark(one, content.steps)),
       text(one.incident ? `${atStep(one.incident.step)} ${shorten(one.incident.layer, 32)}` : "–"),
+      ...one.settings.map((value) => text(value)),
+      one.share,
     ];
   });
-  const head = ["", "Run", ...content.settings, "Verdict", "Measured", "Gradient norm", "First incident"].map((name) => element(name ? "th" : "td", name ? { scope: "col", class: "text" } : {}, name));
+  const head = ["", "Run", "Verdict", "Gradient norm", "First incident", ...content.settings, "Measured"].map((name) => element(name ? "th" : "td", name ? { scope: "col", class: "text" } : {}, name));
   const more = content.settingsLeft ? ` ${content.settingsLeft} more settings differ.` : "";
   return element("section", { class: "card", id: "runs" }, element("h2", {}, "The runs"), scrolled(table(head, rows), "all-runs"), hint("The worst run first. Tick two to see them side by side." + more));
 }

@@ -5,11 +5,11 @@ const [STEPS_BEFORE, STEPS_AFTER] = [10, 30]; // of an incident's first step
 const MOST_GUILTY = 5; // layers
 const [LINE_LANE, CELL_LANE, BETWEEN_LANES] = [46, 17, 8]; // heights in pixels
 
-// The first of the user's scalars of a role, or else a scalar of ours.
-function ownLane(role, label, ours) {
+// The first of the user's scalars of a role; of a loss that the user does not log, ours.
+function ownLane(role) {
   const own = run.own.find((one) => one.role === role);
-  const [xs, values] = own ? [own.xs, own.values] : [content.steps, globalValues(ours)];
-  return values === undefined ? [] : [{ label: own?.key ?? label, joins: own ? () => true : isNext, lines: [{ label: "", xs, values, colour: lineColour(role === "rate" ? 2 : 0) }] }];
+  const [xs, values] = own ? [own.xs, own.values] : [content.steps, role === "loss" ? globalValues("loss") : undefined];
+  return values === undefined ? [] : [{ label: own?.key ?? role, joins: own ? () => true : isNext, lines: [{ label: "", xs, values, colour: lineColour(role === "rate" ? 2 : 0) }] }];
 }
 
 function normLane() {
@@ -26,7 +26,7 @@ class Strip extends Frame {
     const matrix = run.layers.matrices.get("grad_norm_max") ?? run.layers.matrices.get("grad_norm");
     const layers = matrix ? names.map((name) => ({ label: run.layers.names[name], name, isMeasured: true })) : [];
     this.matrix = matrix;
-    this.lanes = [...ownLane("loss", "loss", "loss"), ...ownLane("rate", "learning rate", "learning_rate"), normLane(), ...layers];
+    this.lanes = [...ownLane("loss"), ...ownLane("rate"), normLane(), ...layers];
     let top = 0;
     for (const lane of this.lanes) {
       Object.assign(lane, { top, height: lane.lines ? LINE_LANE : CELL_LANE });
