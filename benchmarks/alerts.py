@@ -1,4 +1,4 @@
-"""Write the tables of docs/alerts.md: what is looked for, and what to do about each cause.
+"""Write the generated parts of docs/alerts.md: a section per title, and a table of what to do about each cause.
 
 python -m benchmarks.alerts
 """
@@ -64,31 +64,28 @@ def written(name: str, lines: Iterable[str], page: str) -> str:
 
 
 def symptoms() -> list[str]:
-    """The table of what is looked for."""
+    """One section per title: what is looked for, and the causes that can be named."""
     kinds: dict[str, list[Symptom]] = {}
     for symptom in SYMPTOMS:
         kinds.setdefault(symptom.kind, []).append(symptom)
-    lines = ["| kind | title | level | looked for |", "|---|---|---|---|"]
+    lines = []
     for kind, rows in kinds.items():
         levels = ", ".join(dict.fromkeys(row.level for row in rows))
-        lines.append(f"| `{kind}` | {rows[0].title} | {levels} | {LOOKS_FOR[kind]} |")
-    return lines
+        causes_of = dict.fromkeys(CAUSES[row.cause].text for row in PATTERNS[kind])
+        lines += ["", f"### {rows[0].title}", "", f"`{kind}`, {levels}. Looked for: {LOOKS_FOR[kind]}."]
+        lines += ["", f"Causes: {'; '.join(causes_of)}."]
+    return [*lines, ""]
 
 
 def causes() -> list[str]:
     """The table of causes and remedies."""
-    titles = {symptom.kind: symptom.title for symptom in SYMPTOMS}
-    lines = ["| cause | in words | named for | what to do |", "|---|---|---|---|"]
-    for cause in CAUSES.values():
-        kinds = [
-            titles[kind] for kind, rows in PATTERNS.items() if any(cause.name in (row.cause, row.rival) for row in rows)
-        ]
-        lines.append(f"| `{cause.name}` | {cause.text} | {', '.join(kinds)} | {cause.remedy} |")
-    return lines
+    lines = ["| cause | what to do |", "|---|---|"]
+    lines += [f"| {cause.text} (`{cause.name}`) | {cause.remedy} |" for cause in CAUSES.values()]
+    return ["", '<div class="causes" markdown="1">', "", *lines, "", "</div>", ""]
 
 
 def rendered(page: str) -> str:
-    """The page with both tables as they are now."""
+    """The page with both parts as they are now."""
     return written("causes", causes(), written("kinds", symptoms(), page))
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from wandb_gradwatch._judgement.incident import Incident, Layer
+from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page.history import OwnSeries, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
@@ -68,14 +70,14 @@ def main() -> None:
 def shots(histories: list[RunHistory]) -> Iterator[Shot]:
     """Return the shots of all states of the page."""
     one = histories[:1]
-    yield Shot("page", one, height=1500)
+    yield Shot("page", one, height=1250)
     yield Shot("first", one)
     yield Shot("dark", one, scheme="dark")
-    yield Shot("whole", one, whole=True)
-    yield Shot("incident", one, act=open_incident)
+    yield Shot("whole", one, whole=True, act=unfold)
     yield Shot("narrow", one, width=400, whole=True)
     yield Shot("print", one, width=800, whole=True, prints=True)
     yield Shot("layers", [many_layers()], whole=True)
+    yield Shot("layers-first", [many_layers()], height=1250)
     yield Shot("report", one, height=1500, preview="report")
     yield Shot("workspace", one, height=1250, preview="workspace")
     if len(histories) > 1:
@@ -83,10 +85,11 @@ def shots(histories: list[RunHistory]) -> Iterator[Shot]:
         yield Shot("runs-narrow", histories, width=400, whole=True)
 
 
-def open_incident(page: Any) -> None:
-    """Open the recorded steps around the first incident that has recorded steps."""
-    page.locator(".around summary").first.click()
-    page.locator(".incident", has=page.locator(".around")).first.scroll_into_view_if_needed()
+def unfold(page: Any) -> None:
+    """Open everything that is folded, and scroll through it, so that it is drawn."""
+    page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    for canvas in page.locator(".frame canvas:not(.overlay)").all():
+        canvas.scroll_into_view_if_needed()
 
 
 def take(wanted: list[Shot]) -> Iterator[tuple[str, bytes]]:
@@ -108,6 +111,7 @@ def take(wanted: list[Shot]) -> Iterator[tuple[str, bytes]]:
             if shot.prints:
                 page.evaluate("dispatchEvent(new Event('beforeprint'))")
             shot.act(page)
+            page.wait_for_timeout(200)  # what comes near is drawn in the next frames
             yield shot.name, page.screenshot(full_page=shot.whole)
             context.close()
 
@@ -131,14 +135,18 @@ def many_layers(num_blocks: int = 166, num_rows: int = 200) -> RunHistory:
     names = ["embed.weight", *(f"blocks.{block}.{kind}" for block in range(num_blocks) for kind in kinds)]
     names += ["norm.weight", "head.weight", "head.bias"]
     steps = 10 * np.arange(1, num_rows + 1)
-    values = {"gradwatch/grad_norm": np.ones(num_rows), "gradwatch/grad_norm_max": np.ones(num_rows)}
+    values: dict[str, FloatArray] = {}
+    squares = np.zeros((2, num_rows))  # of the last sample of each row, and of the largest
     for place, name in enumerate(names):
         norm = 10 ** (-place / 500 + 0.1 * rng.normal(size=num_rows))
         if name.startswith("blocks.90."):
             norm[120:124] *= 1e4
-        key = name.replace(".", "/")
-        values |= {f"grad_norm/{key}": norm, f"grad_norm_max/{key}": norm * (1 + rng.random(num_rows))}
+        key, largest = name.replace(".", "/"), norm * (1 + rng.random(num_rows))
+        squares += [norm**2, largest**2]
+        values |= {f"grad_norm/{key}": norm, f"grad_norm_max/{key}": largest}
         values |= {f"num_nonfinite/{key}": np.where((steps == 1230) & (name == "blocks.90.mlp.weight"), 7.0, 0.0)}
+    values |= dict(zip(("gradwatch/grad_norm", "gradwatch/grad_norm_max"), np.sqrt(squares), strict=True))
+    values["gradwatch/num_nan"] = np.where(steps == 1230, 7.0, 0.0)
     loss = 2 + np.exp(-np.arange(1.0, 10 * num_rows + 1) / 300)
     return RunHistory(
         path=Path("run-layers.wandb"),
@@ -147,7 +155,22 @@ def many_layers(num_blocks: int = 166, num_rows: int = 200) -> RunHistory:
         steps=steps,
         values=values,
         config={"gradwatch": {"names": names}},
+        incidents=(explosion(),),
         own={"loss": OwnSeries(np.arange(1.0, 10 * num_rows + 1), loss)},
+    )
+
+
+def explosion() -> Incident:
+    """Return what is told of block 90."""
+    layers = tuple(Layer(f"blocks.90.{kind}", 3e3, 0.3) for kind in ("mlp.weight", "attn.weight", "norm.weight"))
+    return Incident(
+        *("exploding_gradient", "Exploding gradient", "ERROR", 1210, 1210, 1240),
+        "The gradient norm is 10,000 times the usual one",
+        recovered_step=1250,
+        cause="attention_logits",
+        cause_text="attention logits that are too large",
+        advice="normalise queries and keys",
+        layers=layers,
     )
 
 

@@ -136,6 +136,7 @@ def test_an_error_of_our_own_keeps_its_traceback_and_ctrl_c_ends_with_130(
     def broken(path: Path, progress: object) -> RunHistory:
         raise raised
 
+    monkeypatch.setattr(read, "find_run_files", lambda path: [path])
     monkeypatch.setattr(read, "read_run", broken)
     if status is None:
         with pytest.raises(KeyError, match="ours"):
@@ -162,6 +163,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunHistory
     def read_run(path: Path, *, progress: object = None) -> RunHistory:
         return histories.pop(0) if histories[1:] else histories[0]
 
+    monkeypatch.setattr(read, "find_run_files", lambda path: [path])
     monkeypatch.setattr(read, "read_run", read_run)
 
     def write_page(history: RunHistory, output: Path, *, others: list[RunHistory]) -> None:
@@ -314,8 +316,8 @@ def test_report_and_workspace_print_the_url(
 ) -> None:
     calls: list[tuple[str | None, ...]] = []
 
-    def make(*target: str | None, incidents: object = ()) -> str:
-        assert incidents == ()  # there is no run with this id
+    def make(*target: str | None, history: object) -> str:
+        assert history is None  # there is no run with this id
         calls.append(target)
         return "https://host.example/made"
 

@@ -64,7 +64,7 @@ def test_what_is_printed_is_what_is_in_the_file(finished: tuple[int, str, Path, 
     for incident in history.incidents:
         assert f"{incident.title} {' '.join(incident.text.split())}" in words
     assert "watcher.summary()" in printed
-    assert f"Gradients of {len(history.names)} layers, steps 1 to {STEPS}" in words
+    assert f"Gradients of {len(history.names)} parameters, steps 1 to {STEPS}" in words
     page = re.search(r"a page +(\S+)", printed)
     assert (Path.cwd() / page[1]).resolve() == (output / demo.PAGE_NAME).resolve()
     assert (output / demo.PAGE_NAME).stat().st_size > 0

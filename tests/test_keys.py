@@ -33,11 +33,9 @@ def test_a_key_that_is_written_elsewhere_is_found() -> None:
 
 
 def test_the_page_asks_for_keys_that_there_are() -> None:
-    text = (PACKAGE / "_page/assets/main.js").read_text(encoding="utf-8")
-    asked = set(re.findall(rf'globals\["({keys.PREFIX}\w+)"\]', text))
-    asked |= {
-        keys.PREFIX + name for name in re.findall(r'\b(?:last|sum|mean|globalSeries|globalValues)\("(\w+)"', text)
-    }
+    text = "".join((PACKAGE / f"_page/assets/{name}.js").read_text(encoding="utf-8") for name in ("main", "strip"))
+    asking = r'\b(?:sum|known|has|bars|globalSeries|globalValues)\("(\w+)"'
+    asked = {keys.PREFIX + name for name in re.findall(asking, text)}
     assert keys.GRAD_NORM in asked
     assert asked <= {*keys.MODEL_KEYS, keys.CHANGED_RATIO, keys.SAMPLE_EVERY}
 

@@ -14,7 +14,7 @@ import trainings
 from grad_samples import Training
 
 from wandb_gradwatch import MemorySink, watch
-from wandb_gradwatch._judgement.incident import Incident
+from wandb_gradwatch._judgement.incident import Incident, Layer
 from wandb_gradwatch._page.compare import MAX_RUNS, build_comparison, compare, differing_settings, sentence
 from wandb_gradwatch._page.history import OwnSeries, RunHistory
 from wandb_gradwatch._page.read import RunReader
@@ -170,22 +170,42 @@ def test_another_seed_is_alike_and_a_jump_of_the_learning_rate_is_found_in_its_w
     assert jumped.parting.step == 65
 
 
-def test_the_page_of_several_runs_compares_the_first_with_each_of_the_others() -> None:
+def test_the_page_of_several_runs_has_a_row_for_each_and_compares_each_with_each() -> None:
     loss = {"loss": OwnSeries(np.arange(1.0, 401), np.ones(400)), "accuracy": OwnSeries(np.ones(1), np.ones(1))}
     second = changed(run_of(1, own=loss, config={"lr": 3}), "grad_norm_max/b", slice(20, None), 50.0)
-    content, _ = build_comparison(
-        [run_of(0, own=loss, config={"lr": 1}), second, run_of(2, own={"loss": loss["loss"]})]
-    )
-    assert [pair["alike"] for pair in content["pairs"]] == [False, True]
-    assert (content["pairs"][0]["step"], content["pairs"][0]["name"]) == (210, 1)
-    assert [strip["label"] for strip in content["strips"]] == [
-        "gradient norm",
-        "loss",
-    ]  # the scalars that all runs have
-    assert content["settings"] == [["lr", "1", "3", "not set"]]
+    third = run_of(2, own={"loss": loss["loss"]}, incidents=(Incident(*NAN, layers=(Layer("b"),)),))
+    content, _ = build_comparison([run_of(0, own=loss, config={"lr": 0.000123456}), second, third])
+    said = content["sentences"]
+    assert {pair: told["alike"] for pair, told in said.items()} == {"0-1": False, "0-2": False, "1-2": False}
+    assert said["0-1"]["sentence"].startswith("A and B part at step 210: the gradient of b")
+    assert said["0-1"]["name"] == "b"
+    assert said["0-2"]["sentence"].endswith("but the verdicts differ")
+    assert content["settings"] == ["lr"]
+    assert [one["settings"] for one in content["runs"]] == [["0.0001235"], ["3"], ["not set"]]
+    assert [one["told"] for one in content["runs"]] == ["no alert", "no alert", "ERROR: NaN gradient"]
+    assert content["runs"][2]["incident"] == {"step": 7, "layer": "b"}
+    assert content["order"] == [2, 0, 1]  # the worst first
+    assert [[own["key"] for own in one["own"]] for one in content["runs"]] == [["loss"]] * 3
+
+
+NAN = ("nan_gradient", "NaN gradient", "ERROR", 7, 7, 7, "a fact")
+
+
+def test_norms_of_any_size_are_compared() -> None:
     tiny, huge = (changed(run_of(0), "grad_norm_max/b", slice(20, None), factor) for factor in (1e-200, 1e200))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the ratio of their norms is too large for a float
-        assert [pair["alike"] for pair in build_comparison([tiny, huge])[0]["pairs"]] == [False]
-    with pytest.raises(ValueError, match="9 runs are too many"):
-        build_comparison([run_of(seed) for seed in range(MAX_RUNS + 1)])
+        assert [told["alike"] for told in build_comparison([tiny, huge])[0]["sentences"].values()] == [False]
+
+
+def test_of_many_runs_the_first_is_compared_with_each() -> None:
+    runs = [run_of(seed, last=20) for seed in range(21)]
+    assert len(build_comparison(runs[:20])[0]["sentences"]) == 190
+    assert list(build_comparison(runs)[0]["sentences"]) == [f"0-{place}" for place in range(1, 21)]
+    with pytest.raises(ValueError, match="101 runs are too many"):
+        build_comparison([runs[0]] * (MAX_RUNS + 1))
+
+
+def test_a_setting_that_is_hidden_has_no_column() -> None:
+    runs = [run_of(0, config={"api_key": text, "lr": 1.0}) for text in ("abc", "def")]
+    assert build_comparison(runs)[0]["settings"] == []

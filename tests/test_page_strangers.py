@@ -214,12 +214,14 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize(("key", "value", "unseen"), SECRETS)
-def test_what_looks_like_a_secret_is_hidden_in_the_page_of_two_runs_and_in_diff(
+def test_what_looks_like_a_secret_is_hidden_in_the_page_of_a_run_of_two_and_in_diff(
     key: str, value: Any, unseen: str, tmp_path: Path
 ) -> None:
     first = write(tmp_path / "a", [settings({key: value, "lr": 1}), *rows()])
     second = write(tmp_path / "b", [settings({"lr": 2}), *rows()])
-    assert run("view", str(first), str(second), "--output", "page.html").exit_code == 0
+    assert run("view", str(first), "--output", "page.html").exit_code == 0
+    assert run("view", str(first), str(second), "--output", "pages.html").exit_code == 0
+    assert unseen not in Path("pages.html").read_text()
     printed = [run("diff", str(first), str(second), *options).output for options in ([], ["--json"])]
     for text in (Path("page.html").read_text(), *printed):
         assert HIDDEN in text

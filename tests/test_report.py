@@ -7,9 +7,11 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import wandb
 from click.testing import CliRunner
@@ -27,13 +29,12 @@ from wandb_gradwatch._report.report import (
     FLOW_SPEC,
     build_report,
     build_workspace,
-    causes_by_title,
     create_report,
     run_on_disk,
     save_workspace,
     write_preview,
 )
-from wandb_gradwatch._report.template import A_LOSS, SECTIONS, WANDB_STEP, LinePanel
+from wandb_gradwatch._report.template import A_LOSS, OF_EVERY_RUN, SECTIONS, WANDB_STEP, LinePanel, sections_of
 from wandb_gradwatch.snapshot import keys
 
 reports = pytest.importorskip("wandb_workspaces.reports.v2", reason="the extra 'report' is not installed")
@@ -133,7 +134,8 @@ def test_the_report_survives_its_own_format() -> None:
     loaded = reports.Report._from_model(report._to_model().model_copy(update={"spec": spec}))
     assert list(map(keys_of, line_plots(loaded.blocks))) == list(map(keys_of, line_plots(report.blocks)))
     assert axes(line_plots(loaded.blocks)) == {keys.STEP, WANDB_STEP}
-    assert set(TITLES) < {block.text for block in loaded.blocks if isinstance(block, reports.H2)}
+    titles = {WORDS[key].title for key in OF_EVERY_RUN}
+    assert titles < {block.text for block in loaded.blocks if isinstance(block, reports.H2)}
 
 
 def test_a_report_about_one_run_shows_that_run_and_the_other_all_of_them() -> None:
@@ -143,27 +145,44 @@ def test_a_report_about_one_run_shows_that_run_and_the_other_all_of_them() -> No
     assert '"value":"abcd1234"' not in every
 
 
-def test_alerts_are_plain_text_with_their_step() -> None:
+def test_the_verdict_comes_first_then_the_incidents_the_worst_first(history: RunHistory) -> None:
     told = Incident("nan_gradient", "NaN gradient", "ERROR", 265, 265, 265, "**blocks.2** <b>is NaN</b>")
-    blocks = build_report("someone", "loopback", incidents=(told,) * 60).blocks
-    assert reports.H3("ERROR: NaN gradient · step 265") in blocks
-    assert blocks.count(reports.P(told.text)) == 50  # a paragraph, whose text W&B shows literally
-    assert reports.P("and 10 more.") in blocks
+    remark = Incident("mine", "My rule", "INFO", 7, 7, 7, "a remark")
+    blocks = build_report("a", "b", history=replace(history, incidents=(remark, *(told,) * 30))).blocks
+    assert blocks[0] == reports.H2("Verdict: error")
+    assert blocks[1].text.startswith("broke at step 265: NaN gradient")
+    assert blocks[2:4] == [reports.H3("ERROR: NaN gradient · step 265"), reports.P(told.text)]  # W&B shows it literally
+    assert reports.P("and 11 more.") in blocks
+    assert blocks.index(reports.P("and 11 more.")) < min(
+        place for place, block in enumerate(blocks) if isinstance(block, reports.PanelGrid)
+    )
 
 
-def test_every_alert_that_has_causes_is_explained() -> None:
-    text = "\n".join(b.text for b in build_report("a", "b").blocks if isinstance(b, reports.MarkdownBlock))
-    assert {"NaN gradient", "Exploding gradient", "Vanishing gradient", "No gradient"} <= set(causes_by_title())
-    for title in causes_by_title():
-        assert f"**{title}**" in text
+def test_only_what_a_run_has_data_for_gets_a_section_with_at_most_five_names(history: RunHistory) -> None:
+    assert list(sections_of(None)) == list(OF_EVERY_RUN)
+    whole = sections_of(history)
+    assert set(whole) == set(SECTIONS)  # the fake run has every key
+    assert max(len(panel.metrics) for panels in whole.values() for panel in panels) == 5
+    assert all(panel.pattern is None for panels in whole.values() for panel in panels)
+    assert [panel.metrics for panel in whole["loss"]] == [("loss",)]
+    lines = whole["lines"][1]
+    assert lines.title.endswith(f": the 5 of {len(history.names)} that changed most")
+    bare = {key: values for key, values in history.values.items() if key.startswith("gradwatch/grad_norm")}
+    assert set(sections_of(replace(history, values=bare, own={}))) == {"norm"}
+    zeros = {key: values * 0 for key, values in history.values.items()}
+    assert sections_of(replace(history, values=zeros, own={})) == {}
+    ours = {keys.LOSS: np.ones(len(history.steps))}
+    assert [panel.metrics for panel in sections_of(replace(history, values=ours, own={}))["loss"]] == [(keys.LOSS,)]
 
 
 def test_the_workspace_has_the_same_panels_and_words() -> None:
     workspace = build_workspace("someone", "loopback")
-    assert [section.name for section in workspace.sections] == TITLES
-    for built, (key, panels) in zip(workspace.sections, SECTIONS.items(), strict=True):
+    verdict, *sections = workspace.sections
+    assert (verdict.name, verdict.panels[0].y) == ("Verdict and incidents", [keys.ALERT_LEVEL])
+    assert [section.name for section in sections] == [WORDS[key].title for key in OF_EVERY_RUN]
+    for built, key in zip(sections, OF_EVERY_RUN, strict=True):
         drawn = [(panel.y, panel.metric_regex) for panel in built.panels[:-1]]
-        assert drawn == [(list(panel.metrics), panel.pattern) for panel in panels]
+        assert drawn == [(list(panel.metrics), panel.pattern) for panel in SECTIONS[key]]
         assert WORDS[key].otherwise in built.panels[-1].markdown
 
 
@@ -186,17 +205,14 @@ def test_a_preview_has_every_block_of_the_report_and_the_lines_of_its_panels(
     written = write_preview("someone", "loopback", "abcd1234", history=history, output=tmp_path / "report.html")
     told = previewed(written)
     texts = [block["text"] for block in told["blocks"] if block["kind"] == "H2"]
-    assert texts[0] == "Alerts"
-    assert texts[1 : len(SECTIONS) + 1] == TITLES
-    assert [block["text"] for block in told["blocks"] if block["kind"] == "P"] == [
-        one.text for one in history.incidents
-    ]
+    assert texts == ["Verdict: error", *TITLES, WORDS["recorder"].title]
+    paragraphs = [block["text"] for block in told["blocks"] if block["kind"] == "P"]
+    assert paragraphs == [f"{history.verdict.sentence}.", *(one.text for one in history.incidents[::-1])]
     panels = [panel for block in told["blocks"] if block["kind"] == "PanelGrid" for panel in block["panels"]]
-    assert [panel["title"] for panel in panels[: len(PANELS)]] == [panel.title for panel in PANELS]
     drawn = {panel["title"]: [line["label"] for line in panel["lines"]] for panel in panels}
     assert drawn["Norm before clipping, and received"] == [keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED]
-    assert len(drawn["Gradient norm of every layer"]) == 24
-    assert drawn["Every loss of the run"] == ["loss"]
+    assert len(drawn[f"Gradient norm of every layer: the 5 of {len(history.names)} that changed most"]) == 5
+    assert drawn["Your loss"] == ["loss"]
 
 
 def test_a_preview_of_the_workspace_has_its_sections_and_the_lines_of_their_panels(
@@ -208,11 +224,10 @@ def test_a_preview_of_the_workspace_has_its_sections_and_the_lines_of_their_pane
     written = tmp_path / "gradwatch-workspace-loopback.html"
     assert result.stdout == written.as_uri() + "\n"
     told = previewed(written)
-    assert [block["text"] for block in told["blocks"]] == TITLES
-    assert [block["isOpen"] for block in told["blocks"]][:4] == [True, True, True, False]
-    for block, (key, expected) in zip(told["blocks"], SECTIONS.items(), strict=True):
+    assert [block["text"] for block in told["blocks"]] == ["Verdict and incidents", *TITLES]
+    assert [block["isOpen"] for block in told["blocks"]][:5] == [True, True, True, True, False]
+    for block, key in zip(told["blocks"][1:], SECTIONS, strict=True):
         *panels, words = block["panels"]
-        assert [panel["title"] for panel in panels] == [panel.title for panel in expected]
         assert WORDS[key].otherwise in words["text"]
         assert all(panel["lines"] for panel in panels), key
     assert "wandb.ai" not in written.read_text(encoding="utf-8")
@@ -298,7 +313,9 @@ def test_a_saved_report_loads_back_with_all_its_panels(server: LoopbackServer) -
     loaded = reports.Report.from_url(url)
     plots = line_plots(loaded.blocks)
     assert [(plot.title, keys_of(plot), plot.metric_regex, plot.log_y) for plot in plots] == [
-        (panel.title, list(panel.metrics), panel.pattern, panel.log_y) for panel in PANELS
+        (panel.title, list(panel.metrics), panel.pattern, panel.log_y)
+        for key in OF_EVERY_RUN
+        for panel in SECTIONS[key]
     ]
     assert [plot.title for plot in plots if axes([plot]) != {keys.STEP}] == ["Every loss of the run"]
     charts = [p for b in loaded.blocks if isinstance(b, reports.PanelGrid) for p in b.panels]
@@ -308,10 +325,9 @@ def test_a_saved_report_loads_back_with_all_its_panels(server: LoopbackServer) -
 def test_saving_a_report_twice_updates_it(server: LoopbackServer) -> None:
     views = Views(server)
     first = create_report(ENTITY, PROJECT)
-    assert (
-        create_report(ENTITY, PROJECT, incidents=[Incident("nan_gradient", "NaN gradient", "ERROR", 7, 7, 7, "now")])
-        == first
-    )
+    incident = Incident("nan_gradient", "NaN gradient", "ERROR", 7, 7, 7, "now")
+    known = RunHistory(Path("run-x.wandb"), "x", np.array([10]), {}, incidents=(incident,))
+    assert create_report(ENTITY, PROJECT, history=known) == first
     assert len(views.of_type("runs")) == 1
     assert "NaN gradient · step 7" in views.of_type("runs")[0]["spec"]
     # Another run has another report.
@@ -335,10 +351,10 @@ def test_a_saved_workspace_loads_back_and_saving_it_twice_updates_it(server: Loo
     views = Views(server)
     url = save_workspace(ENTITY, PROJECT)
     loaded = workspaces.Workspace.from_url(url)
-    assert [section.name for section in loaded.sections] == TITLES
+    assert [section.name for section in loaded.sections][1:] == [WORDS[key].title for key in OF_EVERY_RUN]
     assert loaded.settings.x_axis == keys.STEP
     assert loaded.auto_generate_panels is False
-    assert [p.metric_regex for p in loaded.sections[1].panels[:-1]] == [p.pattern for p in SECTIONS["norm"]]
+    assert [p.metric_regex for p in loaded.sections[2].panels[:-1]] == [p.pattern for p in SECTIONS["norm"]]
     assert save_workspace(ENTITY, PROJECT) == url
     assert [view["displayName"] for view in views.of_type("project-view")] == ["Gradients"]
 

@@ -81,7 +81,7 @@ def test_before_the_first_sample_it_says_so() -> None:
 
 def test_one_sample_is_enough() -> None:
     text = summarise(window({"a": [3.0, 4.0], "b": [12.0]}, first_step=7)).text()
-    assert text.splitlines()[0] == "Gradients of 2 layers, step 7"
+    assert text.splitlines()[0] == "Gradients of 2 parameters, step 7"
     assert "total norm  13, peak 1x the median at step 7" in text
 
 
@@ -139,11 +139,12 @@ def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch: pytest.Monk
 
 
 def test_names_are_neither_html_nor_terminal_codes() -> None:
-    told = verdict_of([Incident("kind", "<b>", "WARN", 1, 1, 1, "a fact")], num_steps=1, num_measured=1)
+    told = verdict_of([Incident("kind", "<i>", "WARN", 1, 1, 1, "a fact")], num_steps=1, num_measured=1)
     summary = summarise(window({'<script>alert("x")</script>': [1.0], "a\x1b[31m": [1.0]}), verdict=told)
     shown = summary._repr_html_()
     assert "<script" not in shown
-    assert "<b>" not in shown
+    assert "<i>" not in shown + told._repr_html_()
+    assert "&lt;i&gt;" in told._repr_html_()
     assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;" in shown
     assert "\x1b" not in shown + summary.text()
 

@@ -105,6 +105,7 @@ def demo(output: Path, steps: int | None, online: bool) -> int:
         "wandb/offline-run-20250101_120000-abcd1234 --output page.html",
         "wandb/latest-run --watch",
         "wandb/offline-run-20250101_120000-abcd1234 wandb/latest-run",
+        "wandb/",
     )
 )
 @click.argument("path", type=_PATH)
@@ -118,10 +119,10 @@ def demo(output: Path, steps: int | None, online: bool) -> int:
 )
 @_json
 def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool, watches: bool, json: bool) -> None:
-    """Write a self-contained HTML page about a run on this machine, finished or still running.
+    """Write a self-contained HTML page about runs on this machine, finished or still running.
 
-    PATH is a run's directory, its .wandb file, or wandb/. With several PATHs, the page compares the first run with each
-    of the others.
+    PATH is a run's directory, its .wandb file, a JSONLSink's file, or a folder of runs such as wandb/. Of 2 to 100 runs
+    the page is a table, the worst first, and shows two of them side by side.
     """
     from ._page.commands import run_view
 
@@ -186,7 +187,7 @@ def diff(first: Path, second: Path, json: bool) -> int:
 def _previewed(command: Callable[..., str]) -> Any:
     """Add the options of a command that can write a preview, and print the URL that the command returns."""
 
-    source = "The run's files on this machine, whose incidents go into the report.  [default: wandb/*-RUN here]"
+    source = "The run's files on this machine: what it has data for is shown.  [default: wandb/*-RUN here]"
 
     @click.option("--from", "path", type=_PATH, metavar="PATH", help=source)
     @click.option("--dry-run", "previews", is_flag=True, help="Write a preview page; send nothing.")
@@ -220,7 +221,7 @@ def report(target: tuple[str, str, str | None], path: Path | None, previews: boo
     history = run_on_disk(target[2], path)
     if previews:
         return write_preview(*target, history=history, output=output).as_uri()
-    return create_report(*target, incidents=() if history is None else history.incidents)
+    return create_report(*target, history=history)
 
 
 @main.command(
@@ -235,9 +236,10 @@ def workspace(target: tuple[str, str, str | None], path: Path | None, previews: 
     entity, project, run = target
     if run is not None:
         raise click.BadParameter(f"a workspace belongs to a project, not to a run: {entity}/{project}")
+    history = run_on_disk(None, path)
     if previews:
-        return write_workspace_preview(entity, project, history=run_on_disk(None, path), output=output).as_uri()
-    return save_workspace(entity, project)
+        return write_workspace_preview(entity, project, history=history, output=output).as_uri()
+    return save_workspace(entity, project, history=history)
 
 
 @main.command(epilog=_examples("doctor", "", "--parameters 125M", "--no-measure --json"))

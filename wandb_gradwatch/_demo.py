@@ -128,8 +128,14 @@ def _train(output: Path, steps: int, online: bool) -> tuple[Path, int, Summary]:
         f"on {device.type}",
     )
     settings = wandb.Settings(silent=True, console="off")  # the demo prints the run's location itself
+    config = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "batch": BATCH, "layers": LAYERS}
     run = wandb.init(
-        project=PROJECT, name=RUN_NAME, dir=output, mode="online" if online else "offline", settings=settings
+        project=PROJECT,
+        name=RUN_NAME,
+        dir=output,
+        mode="online" if online else "offline",
+        settings=settings,
+        config=config,
     )
     accident = range(steps // 2, steps // 2 + ACCIDENT_STEPS)
     done = 0

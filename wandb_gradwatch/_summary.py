@@ -28,7 +28,7 @@ _BLOCKS: Final = "▁▂▃▄▅▆▇█"  # the levels of a sparkline
 _MIN_OCTAVES: Final = 3.0  # the smallest range of a sparkline, so that noise does not look like a trend
 _NO_TEXT: Final = "Gradients: the summary could not be made"
 _NOTHING: Final = verdict_of((), num_steps=0, num_measured=0)
-_HEADINGS: Final = ("layer", "norm", "peak (step)", "grad/param", "dead", "NaN+Inf", "norm over time")
+_HEADINGS: Final = ("parameter", "norm", "peak (step)", "grad/param", "dead", "NaN+Inf", "norm over time")
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,20 @@ class Summary:
 
     @entry_point(lambda: _NO_TEXT)
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text())}</pre>"
+        def row(cells: Sequence[str], tag: str) -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(visible_text(cell))}</{tag}>' for cell in cells)}</tr>"
+
+        facts = "<br>".join(f"{label}: {html.escape(visible_text(words))}" for label, words in self._facts())
+        rows = [row(_HEADINGS, "th"), *(row(_cells(layer), "td") for layer in self.worst)] if self.worst else []
+        more = f"<p>and {self.num_more} more</p>" if self.worst and self.num_more else ""
+        title = f"<p><b>{html.escape(self._title())}</b><br>{facts}</p>"
+        return f"{self.verdict._repr_html_()}{title}<table>{''.join(rows)}</table>{more}"
 
     def _title(self) -> str:
         if self.steps is None:
             return "Gradients: no sample has arrived yet"
         measured = f"{self.num_samples} of {self.steps[1] - self.steps[0] + 1} measured"
-        layers = "1 layer" if self.num_names == 1 else f"{self.num_names} layers"
+        layers = "1 parameter" if self.num_names == 1 else f"{self.num_names} parameters"
         first, last = self.steps
         return f"Gradients of {layers}, " + (
             f"step {last}" if first == last else f"steps {first} to {last}, {measured}"

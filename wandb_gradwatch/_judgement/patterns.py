@@ -16,7 +16,7 @@ from . import replicas
 from .causes import CAUSES, Cause
 from .evidence import Evidence
 from .facts import X3, X10, X30, X100
-from .symptoms import SYMPTOMS, percent, times
+from .symptoms import percent, times
 
 
 @dataclass(frozen=True)
@@ -446,12 +446,3 @@ def explain(evidence: Evidence) -> Explanation | None:
                 rival = None
             return Explanation(cause, pattern.shows(evidence), rival)
     return None
-
-
-def texts_by_title() -> dict[str, list[str]]:
-    """The causes, in words, that may explain an incident of each title."""
-    titles = {symptom.kind: symptom.title for symptom in SYMPTOMS}
-    return {
-        title: list(dict.fromkeys(CAUSES[pattern.cause].text for pattern in PATTERNS[kind]))
-        for kind, title in titles.items()
-    }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from .._analysis.formatting import visible_text
 from .incident import LEVELS, SCHEMA_VERSION, Incident
 
 Status = Literal["ok", "warn", "error", "unknown"]
+# Readable on a light and on a dark page.
+_COLOUR: Final[dict[Status, str]] = {"ok": "#3a8a3e", "warn": "#b86f00", "error": "#d7264f", "unknown": "#808080"}
 EXIT_STATUS: Final[dict[Status, int]] = {"ok": 0, "warn": 1, "error": 2, "unknown": 3}
 
 
@@ -38,6 +42,13 @@ class Verdict:
 
     def __str__(self) -> str:
         return self.sentence
+
+    def _repr_html_(self) -> str:
+        """The sentence and the headline of each incident, the worst first, for a notebook."""
+        by_level = sorted(self.incidents, key=lambda one: -LEVELS.index(one.level))
+        items = "".join(f"<li>{one.level}: {_escaped(one.headline)}</li>" for one in by_level[:MAX_INCIDENTS])
+        told = f"<ul>{items}</ul>" if items else ""
+        return f'<p style="color: {_COLOUR[self.status]}"><b>{_escaped(self.sentence)}.</b></p>{told}'
 
     def to_dict(self, *, max_bytes: int | None = None) -> dict[str, Any]:
         """Return plain values that JSON can hold.
@@ -76,6 +87,11 @@ def verdict_of(incidents: Sequence[Incident], *, num_steps: int, num_measured: i
 def measured_of(num_measured: int, num_steps: int) -> str:
     """Say how many steps were measured, of how many: "212 of 400 steps measured"."""
     return f"{num_measured:,} of {_steps(num_steps)} measured"
+
+
+def _escaped(text: str) -> str:
+    """Text of a model or a file: it can neither be markup nor hide."""
+    return html.escape(visible_text(text))
 
 
 def _steps(num: int) -> str:

@@ -4,6 +4,7 @@ A row's maxima and counts are about all its samples, its other values about the 
 have columns of their own, which divide those of the rows.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +20,7 @@ from .packing import number_of, pool, pool_steps
 # R rows of the run, W pooled rows, C columns of the picture, P names
 
 _ROUNDING: Final = 1e-5  # relative; logged numbers may be rounded
+_SAME_NORM: Final = 1e-4  # relative
 OF_WINDOW: Final = frozenset({keys.LAYER_GRAD_NORM_MAX, keys.LAYER_NUM_NONFINITE})
 # By metric: the columns of the flight recorder's table whose sum it is.
 _RECORDED: Final = {
@@ -75,6 +77,26 @@ def recorded_values(table: RecordedTable, steps: Sequence[int]) -> Mapping[str, 
             values = of_name.setdefault(metric, np.full(len(steps), np.nan))
             values[place_of[row["step"]]] = sum(number_of(row.get(part)) for part in parts)
     return found
+
+
+def recorded_totals(history: RunHistory) -> dict[int, float]:
+    """The norm of all gradients as the optimizer received them, by step of the flight recorder.
+
+    A step counts only if the norm before clipping, from the same rows, is the sample's: so all parameters are there.
+    """
+    if history.flight_recorder is None:
+        return {}
+    squares: dict[int, list[float]] = {}
+    for row in recorded_rows(history.flight_recorder):
+        sums = squares.setdefault(row["step"], [0.0, 0.0])
+        for place, column in enumerate(("grad_norm", "grad_norm_clipped")):
+            sums[place] += np.nan_to_num(number_of(row.get(column))) ** 2
+    norm_of = dict(zip(history.samples.steps.tolist(), history.samples.norms.tolist(), strict=True))
+    return {
+        step: math.sqrt(received)
+        for step, (before, received) in squares.items()
+        if math.isclose(math.sqrt(before), norm_of.get(step, math.nan), rel_tol=_SAME_NORM)
+    }
 
 
 def spread(metric: str, values_R: FloatArray, columns: Columns, width: int, recorded: FloatArray | None) -> FloatArray:

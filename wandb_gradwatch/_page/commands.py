@@ -12,13 +12,14 @@ from .._judgement.incident import LEVELS
 from .._judgement.verdict import Verdict
 from .._output import Styled, alert_title, as_json, pairs, paragraph, say, styled
 from . import page, read
-from .compare import Comparison, compare, differing_settings, sentence
+from .compare import MAX_RUNS, Comparison, compare, differing_settings, sentence
 from .history import RunHistory
 from .payload import own_role
 from .serve import PageServer
 
 POLL_SECONDS: Final = 3.0  # between two reads of the file; at least four times as long as a read takes
 MAX_VERDICT_BYTES: Final = 2_600  # of the incidents in JSON: with the rest of the verdict about 1,000 tokens
+MAX_IN_NAME: Final = 3  # runs whose ids are in the name of their page
 MAX_IN_FULL: Final = 3  # incidents of which `verdict` prints the message
 MAX_NAMED: Final = 8  # incidents of which `verdict` prints at least a line
 LAST_LOOK_SECONDS: Final = 15.0  # after the run's end, for open pages to fetch the last rows
@@ -30,10 +31,11 @@ def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches
     if watches:
         histories = [_watch(paths[0], progress, opens=opens, err=json)]
     else:
-        histories = [read.read_run(path, progress=progress) for path in paths]
+        histories = list(_read_all(paths, progress, err=json))
     target = output or Path()
     if target.is_dir():
-        target = page.page_in(target, *(history.run_id for history in histories))
+        names = [history.run_id for history in histories]
+        target = page.page_in(target, *(names if len(names) <= MAX_IN_NAME else (names[0], f"{len(names)}-runs")))
     page.write_page(histories[0], target, others=histories[1:])
     for note in (note for history in histories for note in _notes(history)):
         paragraph(note, indent=0, err=json)
@@ -46,9 +48,24 @@ def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches
         _open(target.resolve().as_uri(), err=json)
 
 
+def _read_all(paths: Sequence[Path], progress: Callable[[int], None] | None, *, err: bool) -> Iterator[RunHistory]:
+    """Read the runs of all paths, of a folder at most the MAX_RUNS newest; what is no run in a folder is left out."""
+    for path in paths:
+        files = read.find_run_files(path)
+        if len(files) > MAX_RUNS:
+            paragraph(f"{path} holds {len(files)} runs: the {MAX_RUNS} newest are shown.", indent=0, err=err)
+        for file in files[:MAX_RUNS]:
+            try:
+                yield read.read_run(file, progress=progress)
+            except ValueError as error:
+                if len(files) == 1:
+                    raise
+                paragraph(f"left out: {error}", indent=0, err=err)
+
+
 def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, err: bool) -> RunHistory:
     """Serve the page until Ctrl-C, or until the run has finished and open pages have its end; return what was read."""
-    reader = read.RunReader(read.find_run_file(path))
+    reader = read.reader_of(read.find_run_file(path))
     reader.read_on(progress=progress)
     server = PageServer(reader.history())
     pause = POLL_SECONDS

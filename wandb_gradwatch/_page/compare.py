@@ -1,7 +1,8 @@
 """Compare runs: find where they differ by more than their own scatter, and build the page that shows them together."""
 
-import string
+import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,19 +10,24 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from .._judgement.incident import LEVELS
 from .._judgement.verdict import Verdict
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
-from .history import LAYER_NAMES, OwnSeries, RunHistory, Samples, flat, intervals
+from .history import LAYER_NAMES, RunHistory, flat
 from .packing import Blob, picture_width, pool, pool_extremes, pool_steps, thinned_samples
 from .payload import MAX_POINTS, by_role, describe_run, describe_verdict, own_role, pack_measured
-from .redaction import redacted
+from .redaction import HIDDEN, redacted
 
 # P layers that both runs have, G windows in the steps of both runs
 
-MAX_RUNS: Final = 8  # more lines could not be distinguished
-MAX_CELLS: Final = 500_000  # of one layers x steps matrix; each run has one
-_OWN_STRIPS: Final = 4  # scalars of the user that are drawn
+MAX_RUNS: Final = 100
+MAX_CELLS: Final = 2_000_000  # of the layers x steps matrices of all runs
+MAX_SAMPLES: Final = 100_000  # of all runs
+MIN_POINTS: Final = 300  # of one line of a run, however many runs there are
+MAX_OWN: Final = 4  # losses and learning rates of a run
+MAX_SETTINGS: Final = 6  # columns of the table
+MAX_PAIRS: Final = 200  # about a second
 
 # Two runs part at a layer if its largest norms differ by more than this multiple of the runs' own scatter, and at least
 # by this factor: either in SUSTAINED windows in a row, or by far more in a single window.
@@ -201,87 +207,104 @@ def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], Blob]:
-    """Build the content of the page of several runs: (JSON-able content, bytes); raises like compare."""
+    """Build the content of the page of several runs: (JSON-able content, bytes).
+
+    Raises:
+        ValueError: there are more than MAX_RUNS.
+    """
     if len(histories) > MAX_RUNS:
         raise ValueError(f"{len(histories)} runs are too many for one page; give at most {MAX_RUNS}")
     blob = Blob()
-    lettered = dict(zip(string.ascii_uppercase, histories, strict=False))
-    pairs = [
-        _pair(compare(histories[0], other), (histories[0], other), letter, blob)
-        for letter, other in list(lettered.items())[1:]
-    ]
-    content = {
-        "run": {"id": "+".join(one.run_id for one in histories), "name": " and ".join(lettered)},
-        "notes": [f"{letter}: {note}" for letter, history in lettered.items() for note in history.notes],
+    settings = differing_settings(*(one.config for one in histories))
+    settings = {key: values for key, values in settings.items() if HIDDEN not in values}  # they would all look alike
+    shown = sorted(settings, key=lambda key: -len({str(value) for value in settings[key]}))[:MAX_SETTINGS]
+    content: dict[str, Any] = {
+        "run": {"id": f"{len(histories)}-runs", "name": f"{len(histories)} runs", "file": ""},
+        "notes": [f"{history.name or history.run_id}: {note}" for history in histories for note in history.notes],
         "incidents": [],  # those of several runs would cover each other
         "steps": sorted({step for one in histories for step in one.samples.steps[[0, -1]].tolist() if len(one.steps)}),
-        "axes": [],  # other axes, such as time, differ between runs
+        "wandbSteps": None,
         "own": {"axes": [], "items": []},
         "grids": [{"key": "layer", "names": [], "columns": [[], []], "pooled": 1, "metrics": []}],
+        "settings": shown,
+        "settingsLeft": len(settings) - len(shown),
         "runs": [
-            {
-                "letter": letter,
-                **describe_run(history),
-                "verdict": describe_verdict(history.verdict),
-                "incidents": [one.headline for one in sorted(history.incidents, key=lambda one: one.first_step)[:1]],
-                "numLayers": len(history.names),
-                "lastStep": int(history.steps[-1]) if len(history.steps) else None,
-            }
-            for letter, history in lettered.items()
+            _described(one, [_short(settings[key][place]) for key in shown], len(histories), blob)
+            for place, one in enumerate(histories)
         ],
-        "settings": [
-            [key, *("not set" if value is None else str(value) for value in values)]
-            for key, values in differing_settings(*(one.config for one in histories)).items()
-        ],
-        "strips": _strips(histories, blob),
-        "pairs": pairs,
+        "order": sorted(range(len(histories)), key=lambda place: _badness(histories[place].verdict)),
+        "sentences": _sentences(histories),
+        "pairs": True,
     }
     return content, blob
 
 
-def _measured(histories: Sequence[RunHistory]) -> tuple[Samples, tuple[IntArray, IntArray]]:
-    """The steps that at least one of the runs measured, without values; and the intervals of such steps."""
-    steps = np.unique(np.concatenate([one.samples.steps for one in histories]))
-    parts = zip(*(one.measured for one in histories), strict=True)
-    first, last = (np.concatenate(ends) for ends in parts)
-    return Samples(steps, np.full(len(steps), np.nan), np.zeros(len(steps), dtype=np.int64)), intervals(first, last)
+def _told(verdict: Verdict) -> str:
+    """The verdict in a few words: the cause of the worst incident."""
+    told = [one for one in verdict.incidents if one.level != "INFO"]
+    if not told:
+        return "no alert" if verdict.status == "ok" else "nothing was measured"
+    worst = max(told, key=lambda one: LEVELS.index(one.level))
+    more = f", and {len(told) - 1} more" if len(told) > 1 else ""
+    return f"{worst.level}: {worst.cause_text or worst.title}{more}"
 
 
-def _pair(found: Comparison, histories: Sequence[RunHistory], letter: str, blob: Blob) -> dict[str, Any]:
-    width = picture_width(len(found.steps), len(found.names), MAX_CELLS)
-    last = pool_steps(found.steps, width)[1]
-    norms = [pool(norm.T, width, keys.LAYER_GRAD_NORM_MAX).T for norm in found.norms]
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio = np.where(np.isinf(norms[0]) | np.isinf(norms[1]), np.inf, norms[1] / norms[0])
-    ratio[(norms[0] == 0) & np.isfinite(norms[1])] = np.nan
-    matrices = {"ratio": ratio, "A": norms[0], letter: norms[1]}
+def _badness(verdict: Verdict) -> tuple[int, int]:
+    """A sort key: the worst verdict first, of equal ones that with the earliest incident."""
+    first = min((one.first_step for one in verdict.incidents if one.level != "INFO"), default=0)
+    return ("error", "warn", "unknown", "ok").index(verdict.status), first
+
+
+def _short(value: Any) -> str:
+    """A setting in a table: numbers in at most four digits."""
+    if value is None:
+        return "not set"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _described(history: RunHistory, settings: list[str], num_runs: int, blob: Blob) -> dict[str, Any]:
+    """Return a run's row of the table, and what the page needs to compare it with any other."""
+    told = [one for one in history.incidents if one.level != "INFO"] or history.incidents
+    first = min(told, key=lambda one: one.first_step, default=None)
+    points = max(MIN_POINTS, MAX_POINTS // num_runs)
+    samples = thinned_samples(history.samples, points)
+    width = picture_width(len(history.steps), max(len(history.names), 1), MAX_CELLS // num_runs)
+    norms = pool(_windows_of(history, history.names, history.steps).T, width, keys.LAYER_GRAD_NORM_MAX).T
+    own = sorted((key for key in history.own if own_role(key)), key=by_role)[:MAX_OWN]
     return {
-        "key": "pair",
-        "first": "A",
-        "second": letter,
-        "sentence": sentence(found, letter),
-        "alike": found.alike,
-        "step": None if found.parting is None else found.parting.step,
-        "name": None if found.parting is None else found.names.index(found.parting.name),
-        "names": found.names,
-        "only": found.only,
-        "columns": [found.starts[::width].tolist(), last.tolist(), [True] * len(last)],
-        "pooled": width,
-        "measured": pack_measured(*_measured(histories), blob, most=MAX_CELLS // 10),
-        "metrics": [{"key": key, "ofWindow": True, **blob.add_matrix(matrix)} for key, matrix in matrices.items()],
+        **describe_run(history),
+        "settings": settings,
+        "verdict": describe_verdict(history.verdict),
+        "told": _told(history.verdict),
+        "share": f"{history.num_measured:,} of {history.num_steps:,}",
+        "incident": first and {"step": first.first_step, "layer": first.layers[0].name if first.layers else ""},
+        "norm": _line(samples.steps.astype(float), np.where(samples.num_bad > 0, np.nan, samples.norms), blob),
+        "bad": samples.steps[samples.num_bad > 0].tolist(),
+        "own": [
+            {"key": key, "role": own_role(key)}
+            | _line(*pool_extremes(history.own[key].steps, history.own[key].values, points), blob)
+            for key in own
+        ],
+        "names": history.spelled(history.names),
+        "lasts": pool_steps(history.steps, width)[1].tolist(),
+        "norms": blob.add_matrix(norms),
+        "measured": pack_measured(history.samples, history.measured, blob, most=MAX_SAMPLES // num_runs),
     }
 
 
-def _strips(histories: Sequence[RunHistory], blob: Blob) -> list[dict[str, Any]]:
-    """Return the scalars that all runs share, with one line per run: the norm, then the user's scalars by role."""
+def _line(steps: FloatArray, values: FloatArray, blob: Blob) -> dict[str, int]:
+    return {"count": len(steps), "steps": blob.add_steps(steps), "values": blob.add_floats(values)}
 
-    def strip(label: str, role: str, series: Sequence[OwnSeries]) -> dict[str, Any]:
-        pooled = [pool_extremes(one.steps, one.values, MAX_POINTS) for one in series]
-        lines = [{"xs": steps.tolist(), "offset": blob.add_floats(values)} for steps, values in pooled]
-        return {"label": label, "role": role, "lines": lines}
 
-    samples = [thinned_samples(one.samples, MAX_POINTS) for one in histories]
-    norms = [OwnSeries(one.steps.astype(float), one.norms) for one in samples]
-    shared = sorted(set.intersection(*(set(history.own) for history in histories)), key=by_role)[:_OWN_STRIPS]
-    of_model = strip("gradient norm", "norm", norms)
-    return [of_model, *(strip(key, own_role(key), [history.own[key] for history in histories]) for key in shared)]
+def _sentences(histories: Sequence[RunHistory]) -> dict[str, dict[str, Any]]:
+    """Return what `compare` says of pairs of runs, by their places; above MAX_PAIRS of those with the first alone."""
+    pairs = list(itertools.combinations(range(len(histories)), 2))
+    if len(pairs) > MAX_PAIRS:
+        pairs = [(first, second) for first, second in pairs if first == 0]
+    found = {}
+    for first, second in pairs:
+        with suppress(ValueError):  # nothing in common: the page says it
+            told = compare(histories[first], histories[second])
+            name = None if told.parting is None else told.parting.name
+            found[f"{first}-{second}"] = {"sentence": sentence(told), "alike": told.alike, "name": name}
+    return found

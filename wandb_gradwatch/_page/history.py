@@ -84,6 +84,7 @@ class RunHistory:
     name: str = ""  # the run's display name, or its id
     project: str = ""  # "" if unknown
     started_at: str = ""  # ISO time of the start; "" if unknown
+    commit: str = ""  # of the script's git repository; "" if unknown
     config: Mapping[str, Any] = field(default_factory=dict)  # the run's configuration
     finished: bool = True  # whether the file ends with the run's exit record
     exit_code: int | None = None  # from the exit record; None without one

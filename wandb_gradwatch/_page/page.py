@@ -1,8 +1,6 @@
 """Writes one self-contained HTML file about a run's gradients, which needs no server, account or network.
 
-uPlot, included in assets/, draws the lines: of the plotting libraries that were measured it is the smallest (51 kB) and
-by far the fastest with a thousand layers, and it adds no Python dependency. Layers x steps pictures are painted
-directly on a canvas.
+All pictures are painted on canvases by the scripts in assets/, without a library.
 """
 
 import base64
@@ -23,12 +21,20 @@ from .packing import Blob
 from .payload import build_payload
 
 ASSETS: Final = Path(__file__).parent / "assets"
-LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
-LIBRARY_STYLE: Final = "uPlot.min.css"
 # All scripts share one scope, in this order: a file may use earlier files while it loads, and all files later.
 SCRIPTS: Final = (
-    *("text.js", "data.js", "theme.js", "view.js", "picture.js", "lines.js", "frame.js", "heatmap.js", "ridges.js"),
-    *("tree.js", "grids.js", "incidents.js", "table.js", "compare.js", "preview.js", "live.js", "main.js"),
+    *("text.js", "data.js", "theme.js", "view.js", "picture.js", "frame.js", "lines.js", "heatmap.js"),
+    *(
+        "strip.js",
+        "ridges.js",
+        "grids.js",
+        "incidents.js",
+        "table.js",
+        "compare.js",
+        "preview.js",
+        "live.js",
+        "main.js",
+    ),
 )
 
 
@@ -97,19 +103,18 @@ def write_html(page: str, output: Path) -> Path:
 def render_page(history: RunHistory, *, others: Sequence[RunHistory] = (), version: int | None = None) -> str:
     """Render the page of one or several runs as HTML; with a version, the page polls its server for newer ones."""
     content, blob = build_comparison([history, *others]) if others else build_payload(history)
-    title = " and ".join(one.name or one.run_id for one in (history, *others))
+    title = f"{1 + len(others)} runs" if others else history.name or history.run_id
     return render_content(f"{title} · gradients", content, blob, version=version)
 
 
 def render_content(title: str, content: Mapping[str, Any], blob: Blob, *, version: int | None = None) -> str:
     """Render a page as HTML from its content and the content's arrays."""
-    style = _asset(LIBRARY_STYLE) + _asset("page.css")
-    library = _asset(LIBRARY_SCRIPT)
+    style = _asset("page.css")
     program = '"use strict";(() => {\n' + "".join(map(_asset, SCRIPTS)) + "})();"
     # Only exactly these scripts and styles are allowed, and only the page's own server may be contacted.
     from_server = "" if version is None else "; connect-src 'self'"
     policy = (
-        f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
+        f"default-src 'none'; script-src {_hash(program)}; style-src {_hash(style)}; "
         f"img-src data: blob:; base-uri 'none'; form-action 'none'{from_server}"
     )
     return f"""<!doctype html>
@@ -126,7 +131,6 @@ def render_content(title: str, content: Mapping[str, Any], blob: Blob, *, versio
 <main id="page"><noscript>This page draws its pictures with JavaScript.</noscript></main>
 <script type="application/json" id="content">{script_json(_with_words(content, version))}</script>
 <script type="application/octet-stream" id="arrays">{blob.encoded()}</script>
-<script>{library}</script>
 <script>{program}</script>
 </body>
 </html>

@@ -4,10 +4,11 @@
 full `text` of each, and `told`, which is Incident.to_dict().
 """
 
+import itertools
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any, Final
 
 import numpy as np
@@ -16,9 +17,10 @@ from .._judgement.incident import Incident
 from .._judgement.verdict import Verdict
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
-from .columns import OF_WINDOW, columns_of, recorded_values, spread, window_starts
-from .history import OwnSeries, RecordedTable, RunHistory, Samples, natural_order
+from .columns import OF_WINDOW, columns_of, recorded_totals, recorded_values, spread, window_starts
+from .history import LAYER_NAMES, RecordedTable, RunHistory, Samples, flat, natural_order
 from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width, thinned_samples
+from .redaction import redacted
 
 # P names, W columns of a picture; limits keep the page small
 
@@ -28,13 +30,11 @@ MAX_CELLS: Final = 1_000_000  # of one layers x steps matrix
 MAX_HISTOGRAM_BYTES: Final = 4_000_000
 MAX_FAMILY_CELLS: Final = 4_000_000  # of all matrices of watch(metrics=...) together
 MAX_FAMILY_HISTOGRAM_BYTES: Final = 2_000_000  # of one family
-MAX_TABLE_ROWS: Final = 20_000
 MAX_OWN_KEYS: Final = 300
 MAX_OWN_POINTS: Final = 1_000_000  # of all the user's keys together
-TIME: Final = "time"
 MAX_KNOTS: Final = 2_000  # of an axis; the page interpolates between them
-MAX_OWN_AXES: Final = 8
-_COUNTS: Final = frozenset({"step", "epoch", "iteration", "iter", "token", "sample", "example", "batch", "batches"})
+MAX_SETTINGS: Final = 1_000
+MAX_SETTING: Final = 300  # characters
 # The order in which a picture offers metrics. The window's largest norm comes first, because the norm of the window's
 # last step may hide an earlier spike. Other metrics follow by name.
 _METRIC_ORDER: Final = (
@@ -54,15 +54,17 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     of_model = [*keys.MODEL_KEYS, keys.CHANGED_RATIO, keys.SAMPLE_EVERY, *totals]
     content = {
         "run": describe_run(history),
+        "settings": settings_of(history),
         "notes": list(history.notes),
         "verdict": describe_verdict(history.verdict),
         "incidents": [_incident(one) for one in history.incidents],
         "steps": pool_steps(history.steps, points)[1].tolist(),
         "starts": window_starts(history, points).tolist(),
         "measured": pack_measured(history.samples, history.measured, blob),
+        "received": _received(history, blob),
         "isOneModel": not any(key.endswith("/num_samples") and key != keys.NUM_SAMPLES for key in history.values),
         "pooledPoints": points,
-        "axes": other_axes(history),
+        "wandbSteps": wandb_steps(history),
         "globals": {
             key: _jsonable(pool(history.values[key], points, key))
             for key in of_model
@@ -73,7 +75,6 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "grids": _grids(history, blob),
         "histograms": pack_histograms(history.histograms, history.names, MAX_HISTOGRAM_BYTES, blob),
         "own": _own(history, blob),
-        "flightRecorder": None if history.flight_recorder is None else _table(history.flight_recorder),
     }
     return content, blob
 
@@ -92,6 +93,7 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
     """Return the facts about the run for the head of the page."""
     return {
         "id": history.run_id,
+        "commit": history.commit,
         "name": history.name or history.run_id,
         "project": history.project,
         "startedAt": history.started_at,
@@ -100,9 +102,31 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "numRows": history.num_rows,
         "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,
         "numFlushes": len(history.steps),
-        "seconds": _seconds(history),
         "span": history.samples.steps[[0, -1]].tolist() if len(history.steps) else None,
     }
+
+
+def settings_of(history: RunHistory) -> list[tuple[str, Any]]:
+    """Return the run's configuration by dotted names, at most MAX_SETTINGS, without what looks like a secret."""
+    settings = ((key, value) for key, value in sorted(flat(history.config)) if key != LAYER_NAMES)
+    return [(key, _setting(redacted(key, value))) for key, value in itertools.islice(settings, MAX_SETTINGS)]
+
+
+def _setting(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= MAX_SETTING else text[: MAX_SETTING - 1] + "…"
+
+
+def _received(history: RunHistory, blob: Blob) -> dict[str, Any] | None:
+    """Pack the norm that the optimizer received: of each row's last sample, and of each step of the flight recorder."""
+    known = dict(zip(history.steps.tolist(), history.first_of(keys.GRAD_NORM_CLIPPED).tolist(), strict=True))
+    known |= recorded_totals(history)
+    known = {step: norm for step, norm in known.items() if not math.isnan(norm)}
+    if not known:
+        return None
+    of_steps = np.array(sorted(known.items()), dtype=np.float64)
+    steps, norms = pool_extremes(of_steps[:, 0], of_steps[:, 1], MAX_POINTS)
+    return {"count": len(steps), "steps": blob.add_steps(steps), "values": blob.add_floats(norms)}
 
 
 def pack_measured(
@@ -136,19 +160,6 @@ def _grids(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
             packed = pack_histograms(histograms, names, MAX_FAMILY_HISTOGRAM_BYTES, blob)
             grids.append(grid | {"histogramNames": history.spelled(names), "histograms": packed})
     return grids
-
-
-def _seconds(history: RunHistory) -> float | None:
-    """The time from the run's start to its last row; None if unknown."""
-    start = _start(history)
-    known = history.times[np.isfinite(history.times)]
-    return float(known.max() - start) if len(known) and start is not None else None
-
-
-def _start(history: RunHistory) -> float | None:
-    if not history.started_at:
-        return None
-    return datetime.fromisoformat(history.started_at.replace("Z", "+00:00")).timestamp()
 
 
 def _layers_grid(history: RunHistory, found: _Series, width: int, blob: Blob) -> dict[str, Any]:
@@ -208,11 +219,6 @@ def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
     return {"axes": list(axes.values()), "items": items, "left": len(history.own) - len(chosen)}
 
 
-def _table(table: RecordedTable) -> dict[str, Any]:
-    rows = [[_cell(value) for value in row] for row in table.rows[:MAX_TABLE_ROWS]]  # newest first
-    return {"columns": list(table.columns), "rows": rows, "total": len(table.rows)}
-
-
 def by_role(key: str) -> tuple[int, list[tuple[int, int, str]]]:
     """A sort key for the user's scalars: losses, learning rates, then others."""
     return {"loss": 0, "rate": 1, "": 2}[own_role(key)], natural_order(key)
@@ -231,40 +237,18 @@ def own_role(key: str) -> str:
     return "rate" if "lr" in words or ("learning" in words and "rate" in words) else ""
 
 
-def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-    return value if value is None or isinstance(value, int) else str(value)
-
-
 def _jsonable(values: FloatArray) -> list[float | None]:
     """Round numbers to the digits that a picture can show; None for values that cannot be drawn."""
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def other_axes(history: RunHistory) -> list[dict[str, Any]]:
-    """Return each available axis: its label, whether it is time in seconds, and its values at optimizer steps."""
-    candidates = []
-    if np.isfinite(history.times).any():
-        start = float(np.nanmin(history.times))  # or earlier, if the run's start is known
-        start = min(start, _start(history) or start)
-        candidates.append((TIME, OwnSeries(history.steps.astype(float), history.times - start)))
+def wandb_steps(history: RunHistory) -> dict[str, list[float]] | None:
+    """Return W&B's own step at steps of the optimizer, as knots; None if both count the same."""
     placed = history.wandb_steps
-    if placed is not None and len(np.unique(placed.values - placed.steps)) > 1:  # otherwise W&B counts the same steps
-        candidates.append(("W&B step", placed))
-    counts = (key for key, series in history.own.items() if _is_count(key, series.values))
-    candidates += [(key, history.own[key]) for key in sorted(counts, key=natural_order)[:MAX_OWN_AXES]]
-    return [
-        {"label": label, "isTime": label == TIME, "steps": found[0].tolist(), "values": found[1].tolist()}
-        for label, series in candidates
-        if (found := knots(series.steps, series.values)) is not None
-    ]
-
-
-def _is_count(key: str, values: FloatArray) -> bool:
-    last_words = re.split(r"[^a-z]+", key.lower().rpartition("/")[2])
-    is_named = any(word.removesuffix("s") in _COUNTS or word in _COUNTS for word in last_words)
-    return is_named and bool(np.isfinite(values).all() and (np.diff(values) >= 0).all())
+    if placed is None or len(np.unique(placed.values - placed.steps)) < 2:
+        return None
+    found = knots(placed.steps, placed.values)
+    return found and {"steps": found[0].tolist(), "values": found[1].tolist()}
 
 
 def knots(steps: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray] | None:

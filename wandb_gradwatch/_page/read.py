@@ -6,6 +6,7 @@ each with a checksum, a length, and whether it begins or ends the record. A reco
 
 import json
 import os
+import re
 import struct
 import time
 import zlib
@@ -32,7 +33,8 @@ _NUMBER_STARTS: Final = frozenset("-0123456789NI")  # W&B writes NaN and Infinit
 MAX_STEP: Final = 2**53  # larger ones have no exact float64
 MAX_KEYS: Final = 100_000  # of numbers, and of one row
 MAX_INCIDENTS_TEXT: Final = 100_000  # characters of the summary's incidents; the sink writes at most a fifth
-_UNREADABLE: Final = (ValueError, TypeError, RecursionError)
+_COMMIT: Final = re.compile(r"[0-9a-f]{7,64}")
+UNREADABLE: Final = (ValueError, TypeError, RecursionError, KeyError, AttributeError, OverflowError)
 
 
 def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> RunHistory:
@@ -43,9 +45,18 @@ def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     Raises:
         ValueError: there is no run at `path`, or its file cannot be read; the message says what to do.
     """
-    reader = RunReader(find_run_file(Path(path)))
+    reader = reader_of(find_run_file(Path(path)))
     reader.read_on(progress=progress)
     return reader.history()
+
+
+def reader_of(file: Path) -> "RunReader":
+    """Return the reader of W&B's file, or of that of a JSONLSink."""
+    if file.suffix == ".jsonl":
+        from .jsonl import FileReader
+
+        return FileReader(file)
+    return RunReader(file)
 
 
 def read_finished_run(path: str | os.PathLike[str], *, seconds: float = 10.0) -> RunHistory:
@@ -58,19 +69,35 @@ def read_finished_run(path: str | os.PathLike[str], *, seconds: float = 10.0) ->
 
 def find_run_file(path: Path) -> Path:
     """Return the newest `.wandb` file of a path: the file, a run's directory, wandb/, or what holds it."""
+    return find_run_files(path)[0]
+
+
+def find_run_files(path: Path) -> list[Path]:
+    """Return all files of runs of a path, as for find_run_file; the newest first.
+
+    Raises:
+        ValueError: there is none.
+    """
     if path.is_file():
-        if path.suffix != ".wandb":
-            raise ValueError(f"{path} is not a W&B run: give its .wandb file or the directory that holds it")
-        return path.resolve()
+        if path.suffix not in (".wandb", ".jsonl"):
+            raise ValueError(f"{path} is not a run: give a W&B run's .wandb file, its directory, or a JSONLSink's file")
+        return [path.resolve()]
     if not path.is_dir():
         raise ValueError(f"there is no file or directory {path}")
-    for pattern in ("*.wandb", "*run-*/*.wandb", "wandb/*run-*/*.wandb"):
-        if files := [file for file in path.glob(pattern) if file.is_file()]:
-            return max(files, key=lambda file: (file.stat().st_mtime_ns, file.name)).resolve()
+    for patterns in (("*.wandb", "*run-*/*.wandb", "*.jsonl"), ("wandb/*run-*/*.wandb",)):
+        found = {file.resolve() for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+        if files := [file for file in found if file.suffix == ".wandb" or is_jsonl(file)]:
+            return sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)
     raise ValueError(
         f"{path} holds no W&B run: there is no .wandb file in it, nor in a wandb/ directory below it; "
         "give the directory that wandb.init() or the end of the run printed"
     )
+
+
+def is_jsonl(path: Path) -> bool:
+    """Whether a file begins as that of a JSONLSink does."""
+    with path.open("rb") as file:
+        return file.read(len(keys.JSONL_BEGIN)) == keys.JSONL_BEGIN.encode()
 
 
 def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
@@ -161,6 +188,7 @@ class RunReader:
             elif kind == "run":
                 told = record.run
                 found = {"run_id": told.run_id, "name": told.display_name, "project": told.project}
+                found["commit"] = told.git.commit if _COMMIT.fullmatch(told.git.commit) else ""
                 found["started_at"] = self._time_of(told)
                 self._told |= {key: value for key, value in found.items() if value}
                 self._config |= self._settings_of(told.config)
@@ -218,7 +246,7 @@ class RunReader:
                     row[key] = float(text)
                 elif text:
                     row |= flat({key: json.loads(text, parse_int=float)})
-            except _UNREADABLE:
+            except UNREADABLE:
                 self._leave_out(key)
         return row
 
@@ -232,7 +260,7 @@ class RunReader:
                     setting = {key: json.loads(text)}
                     deque(flat(setting), maxlen=0)  # raises an error if it is nested too deeply
                     settings |= setting
-            except _UNREADABLE:
+            except UNREADABLE:
                 self._leave_out(key)
         return settings
 
@@ -242,7 +270,7 @@ class RunReader:
             if keys.INCIDENTS in (item.key, ".".join(item.nested_key)):
                 try:
                     told = _told_incidents(item.value_json)
-                except _UNREADABLE:
+                except UNREADABLE:
                     self._leave_out(keys.INCIDENTS)
                 else:
                     self._incidents = tuple(self._readable(told))
@@ -326,9 +354,9 @@ class RunReader:
             return None, "is not in the run's directory"
         try:
             content = json.loads(table.read_text(encoding="utf-8"))
-            rows = [[_cell(value) for value in row] for row in content["data"]]
+            rows = [[cell_of(value) for value in row] for row in content["data"]]
             return RecordedTable([str(name) for name in content["columns"]], rows), ""
-        except (OSError, KeyError, *_UNREADABLE) as error:
+        except (OSError, *UNREADABLE) as error:
             return None, f"cannot be read: {error!r}"
 
 
@@ -346,5 +374,5 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _cell(value: Any) -> Any:
+def cell_of(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (list, dict)) else value

@@ -165,8 +165,8 @@ class Dispatcher:
 
     def _ending(self, verdict: Verdict) -> str:
         """The verdict in a line, and the command that shows the page."""
-        for files in self._directories():  # the run's `files` folder; `view` reads its parent
-            view = f"wandb-gradwatch view {shlex.quote(str(near(files.parent)))}"
+        for path in (Path(sink.viewable) for sink in self._sinks if sink.viewable):
+            view = f"wandb-gradwatch view {shlex.quote(str(near(path)))}"
             return f"{verdict.sentence}. To see the page of the run: {view}"
         return f"{verdict.sentence}."
 

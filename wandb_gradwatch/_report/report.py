@@ -12,20 +12,28 @@ from typing import Any, Final
 
 import numpy as np
 
-from .._judgement.incident import Incident
-from .._judgement.patterns import texts_by_title
+from .._analysis.formatting import visible_text
+from .._judgement.incident import LEVELS
 from .._page.history import RunHistory, natural_order
 from .._page.packing import Blob, pool, pool_extremes, pool_width
 from .._page.page import WORDS, page_in, render_content, write_html
 from .._page.payload import MAX_POINTS, build_payload
 from .._page.read import read_run
 from ..snapshot import keys
-from .template import SECTIONS, markdown_words, no_project, require_workspaces, speaking_to_wandb
+from .template import (
+    MAX_NAMES,
+    LinePanel,
+    markdown_words,
+    no_project,
+    require_workspaces,
+    sections_of,
+    speaking_to_wandb,
+)
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
 DESCRIPTION: Final = "What the gradients of every layer did, and what to do about it. Written by wandb_gradwatch."
-_MAX_INCIDENTS: Final = 50
+_MAX_INCIDENTS: Final = 20
 
 # A chart preset cannot be changed under its name, so a changed chart needs a new name.
 CHART_NAME: Final = "gradwatch-flow-1"
@@ -37,15 +45,15 @@ FLOW_FIELDS: Final = {"step": "step", "layer": "name", "norm": "grad_norm"}
 VIEW_NAME: Final = "Gradients"
 # The part of the view's URL that is derived from its name, to find the view again. W&B's ids have this format.
 _VIEW_ID: Final = f"gw{hashlib.sha256(VIEW_NAME.encode()).hexdigest()[:9]}"
-MAX_LINES: Final = 24  # per panel of a preview
 
 
-def create_report(entity: str, project: str, run: str | None = None, *, incidents: Sequence[Incident] = ()) -> str:
+def create_report(entity: str, project: str, run: str | None = None, *, history: RunHistory | None = None) -> str:
     """Create a report, or update the one with the same title that was changed last, and return its URL.
 
     Args:
         run: the id of one run; None shows the project's runs side by side.
-        incidents: copied into the report, because W&B reports cannot show alerts.
+        history: the run as it is on this machine: its verdict and incidents are copied into the report, because W&B
+            reports cannot show alerts, and only what it has data for gets a section.
 
     Raises:
         ImportError: wandb-workspaces is not installed.
@@ -58,7 +66,7 @@ def create_report(entity: str, project: str, run: str | None = None, *, incident
             found = [report for report in api.reports(f"{entity}/{project}") if report.display_name == _title(run)]
         except ValueError as error:
             raise no_project(entity, project) from error
-        report = build_report(entity, project, run, incidents=incidents, flow_chart=ensure_flow_chart(api, entity))
+        report = build_report(entity, project, run, history=history, flow_chart=ensure_flow_chart(api, entity))
         if found:
             report.id = str(max(found, key=lambda report: str(report.updated_at)).id)
         return str(report.save().url)
@@ -69,27 +77,18 @@ def build_report(
     project: str,
     run: str | None = None,
     *,
-    incidents: Sequence[Incident] = (),
+    history: RunHistory | None = None,
     flow_chart: str | None = None,
 ) -> Any:
     """Build the report as an unsaved object of wandb-workspaces; `flow_chart` is a preset's id. Uses no network."""
     reports, _ = require_workspaces()
-    introduction = (
-        "The horizontal axis is `gradwatch/step`, optimizer steps; for losses it is W&B's step. Norms are those of the "
-        "finite elements, unscaled and before clipping unless a title says otherwise. A gap means that the value is "
-        "missing, not that it is zero."
-    )
-    blocks = [reports.MarkdownBlock(introduction), reports.TableOfContents(), *_incidents(reports, incidents)]
-    panels_of = {
-        key: [panel.build(reports, width=24 // min(len(panels), 3)) for panel in panels]
-        for key, panels in SECTIONS.items()
-    }
-    for key, panels in (panels_of | {"recorder": _recorder_panels(reports, flow_chart)}).items():
-        grid = reports.PanelGrid(runsets=[_runset(reports, run)], panels=panels)
-        blocks += [reports.H2(WORDS[key].title), grid, reports.MarkdownBlock(markdown_words(WORDS[key]))]
-    on_the_page = "On the run's own page, under `gradients`: one heatmap per layer.\n\n"
-    words = WORDS["histogram"]
-    blocks += [reports.H2(words.title), reports.MarkdownBlock(on_the_page + markdown_words(words))]
+    blocks = [] if history is None else list(_verdict(reports, history))
+    for key, panels in sections_of(history).items():
+        built = [panel.build(reports, width=24 // min(len(panels), 3)) for panel in panels]
+        blocks += _section(reports, run, key, built)
+    if history is None or history.flight_recorder is not None:
+        blocks += _section(reports, run, "recorder", _recorder_panels(reports, flow_chart))
+    blocks.append(reports.MarkdownBlock(_READING))
     return reports.Report(
         entity=entity, project=project, title=_title(run), description=DESCRIPTION, blocks=blocks, width="fluid"
     )
@@ -105,22 +104,30 @@ def _title(run: str | None) -> str:
     return "Gradients" if run is None else f"Gradients of run {run}"
 
 
-def _incidents(reports: Any, incidents: Sequence[Incident]) -> Iterator[Any]:
-    yield reports.H2("Alerts")
-    for incident in incidents[:_MAX_INCIDENTS]:
-        # Names in an incident come from a model, so they are plain text, not markdown.
+_READING: Final = (
+    "The horizontal axis is `gradwatch/step`, optimizer steps; for losses it is W&B's step. Norms are those of "
+    "the finite elements, unscaled and before clipping unless a title says otherwise. A gap means that the value "
+    "is missing, not that it is zero. Histograms are on the run's own page, under `gradients`. What each alert "
+    "means, with its causes: `docs/alerts.md` in the repository of wandb_gradwatch."
+)
+
+
+def _section(reports: Any, run: str | None, key: str, panels: list[Any]) -> list[Any]:
+    grid = reports.PanelGrid(runsets=[_runset(reports, run)], panels=panels)
+    return [reports.H2(WORDS[key].title), grid, reports.MarkdownBlock(markdown_words(WORDS[key]))]
+
+
+def _verdict(reports: Any, history: RunHistory) -> Iterator[Any]:
+    """The verdict, then the incidents, the worst first."""
+    # Names in an incident come from a model, so all these texts are plain, not markdown.
+    yield reports.H2(f"Verdict: {history.verdict.status}")
+    yield reports.P(f"{visible_text(history.verdict.sentence)}.")
+    by_level = sorted(history.incidents, key=lambda one: -LEVELS.index(one.level))
+    for incident in by_level[:_MAX_INCIDENTS]:
         yield reports.H3(f"{incident.level}: {incident.title} · step {incident.first_step}")
-        yield reports.P(incident.text)
-    if len(incidents) > _MAX_INCIDENTS:
-        yield reports.P(f"and {len(incidents) - _MAX_INCIDENTS} more.")
-    lines = ["Each alert's text names the step, the layers, the values, the probable cause and the remedy.", ""]
-    lines += [f"- **{title}**: {', '.join(causes)}" for title, causes in causes_by_title().items()]
-    yield reports.MarkdownBlock("\n".join(lines))
-
-
-def causes_by_title() -> dict[str, list[str]]:
-    """Return the possible causes for each alert's title."""
-    return texts_by_title()
+        yield reports.P(visible_text(incident.text))
+    if len(by_level) > _MAX_INCIDENTS:
+        yield reports.P(f"and {len(by_level) - _MAX_INCIDENTS} more.")
 
 
 def _runset(reports: Any, run: str | None) -> Any:
@@ -170,10 +177,10 @@ def ensure_flow_chart(api: Any, entity: str) -> str | None:
         return None
 
 
-def save_workspace(entity: str, project: str) -> str:
+def save_workspace(entity: str, project: str, *, history: RunHistory | None = None) -> str:
     """Save the view, or update the one with its name, and return its URL; raises like create_report."""
     _, workspaces = require_workspaces()
-    workspace = build_workspace(entity, project)
+    workspace = build_workspace(entity, project, history=history)
     from wandb_workspaces.workspaces.internal import View
 
     with speaking_to_wandb():
@@ -188,14 +195,23 @@ def save_workspace(entity: str, project: str) -> str:
         return str(workspace.save().url)
 
 
-def build_workspace(entity: str, project: str) -> Any:
-    """Build the view as an unsaved object of wandb-workspaces. Uses no network."""
+def build_workspace(entity: str, project: str, *, history: RunHistory | None = None) -> Any:
+    """Build the view as an unsaved object of wandb-workspaces: the sections for which a run has data.
+
+    W&B shows verdict and incidents, of each run, in the first section: they are in the run's summary. Uses no network.
+    """
     reports, workspaces = require_workspaces()
     return workspaces.Workspace(
         entity=entity,
         project=project,
         name=VIEW_NAME,
-        sections=[_view_section(reports, workspaces, key, is_open=index < 3) for index, key in enumerate(SECTIONS)],
+        sections=[
+            _verdict_section(reports, workspaces),
+            *(
+                _view_section(reports, workspaces, key, panels, is_open=index < 3)
+                for index, (key, panels) in enumerate(sections_of(history).items())
+            ),
+        ],
         settings=workspaces.WorkspaceSettings(
             x_axis=keys.STEP,
             # Otherwise W&B makes one section per layer.
@@ -207,15 +223,29 @@ def build_workspace(entity: str, project: str) -> Any:
     )
 
 
-def _view_section(reports: Any, workspaces: Any, key: str, *, is_open: bool) -> Any:
-    panels = [panel.build(reports) for panel in SECTIONS[key]]
-    panels.append(reports.MarkdownPanel(markdown=markdown_words(WORDS[key])))
+def _verdict_section(reports: Any, workspaces: Any) -> Any:
+    """The worst alert of each row, and where the verdict and the incidents of each run are."""
+    level = LinePanel("Worst alert: 1 INFO, 2 WARN, 3 ERROR", (keys.ALERT_LEVEL,), range_y=(0.0, 3.0)).build(reports)
+    where = (
+        "`gradwatch/verdict` and `gradwatch/incidents` in a run's summary say what happened, at which step, and why."
+    )
+    return workspaces.Section(
+        name="Verdict and incidents",
+        panels=[level, reports.MarkdownPanel(markdown=f"{where}\n\n{_READING}")],
+        is_open=True,
+        layout_settings=workspaces.SectionLayoutSettings(columns=2, rows=1),
+        panel_settings=workspaces.SectionPanelSettings(x_axis=keys.STEP),
+    )
+
+
+def _view_section(reports: Any, workspaces: Any, key: str, panels: Sequence[LinePanel], *, is_open: bool) -> Any:
+    built = [*(panel.build(reports) for panel in panels), reports.MarkdownPanel(markdown=markdown_words(WORDS[key]))]
     return workspaces.Section(
         name=WORDS[key].title,
-        panels=panels,
+        panels=built,
         is_open=is_open,
-        layout_settings=workspaces.SectionLayoutSettings(columns=min(len(panels), 4), rows=1),
-        panel_settings=workspaces.SectionPanelSettings(x_axis=SECTIONS[key][0].x),
+        layout_settings=workspaces.SectionLayoutSettings(columns=min(len(built), 4), rows=1),
+        panel_settings=workspaces.SectionPanelSettings(x_axis=panels[0].x),
     )
 
 
@@ -223,17 +253,15 @@ def write_preview(
     entity: str, project: str, run: str | None, *, history: RunHistory | None, output: Path | None
 ) -> Path:
     """Write the preview of the report that `create_report` would save, without W&B, and return its path."""
-    incidents = () if history is None else history.incidents
-    report = build_report(entity, project, run, incidents=incidents, flow_chart=f"{entity}/{CHART_NAME}")
-    # W&B generates the table of contents from the headings.
-    blocks = [_block(one) for one in report.blocks if type(one).__name__ != "TableOfContents"]
+    report = build_report(entity, project, run, history=history, flow_chart=f"{entity}/{CHART_NAME}")
+    blocks = [_block(one) for one in report.blocks]
     page = _preview("report", report.title, blocks, history)
     return write_html(page, output or page_in(Path(), "report", run or project))
 
 
 def write_workspace_preview(entity: str, project: str, *, history: RunHistory | None, output: Path | None) -> Path:
     """Write the preview of the view that `save_workspace` would save, without W&B, and return its path."""
-    workspace = build_workspace(entity, project)
+    workspace = build_workspace(entity, project, history=history)
     sections = [
         {"kind": "Section", "text": one.name, "isOpen": one.is_open, "panels": one.panels} for one in workspace.sections
     ]
@@ -272,9 +300,9 @@ def _panel(panel: Any, history: RunHistory, blob: Blob) -> dict[str, Any]:
         "keys": pattern or ", ".join(named),
         "log": bool(panel.log_y),
         "limits": list(panel.range_y or (None, None)),
-        "left": max(0, len(drawn) - MAX_LINES),
+        "left": max(0, len(drawn) - MAX_NAMES),
         "isOwn": any(key in history.own for key in drawn),
-        "lines": [_line(key, history, blob) for key in drawn[:MAX_LINES]],
+        "lines": [_line(key, history, blob) for key in drawn[:MAX_NAMES]],
     }
 
 

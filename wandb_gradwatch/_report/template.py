@@ -3,13 +3,24 @@
 W&B has no histogram panel, so the panels show scalars; the histograms are on the run's own page.
 """
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
+
+from .._measure.columns import FloatArray
+from .._page.history import RunHistory, natural_order
 from .._page.page import Words
+from .._page.payload import own_role
 from ..snapshot import keys
+
+MAX_NAMES: Final = 5  # lines of a panel, and so names of its legend
+# Sections of a report or workspace about runs that are not on this machine.
+OF_EVERY_RUN: Final = ("loss", "norm", "lines", "ratio", "nonfinite")
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,49 @@ class LinePanel:
             max_runs_to_show=10,
             layout=reports.Layout(w=width, h=8),
         )
+
+    def of(self, history: RunHistory) -> "LinePanel | None":
+        """The panel with the keys of a run that have data: of more than five, those that changed most; None if none."""
+        found = [key for key in self.metrics if _has_data(history.values.get(key))]
+        if self.pattern is None:
+            return replace(self, metrics=tuple(found)) if found else None
+        found = [key for key, values in history.values.items() if re.search(self.pattern, key) and _has_data(values)]
+        if not found:
+            return None
+        chosen = sorted(found, key=lambda key: -_change(history.values[key]))[:MAX_NAMES]
+        left_out = f": the {MAX_NAMES} of {len(found)} that changed most" if len(found) > MAX_NAMES else ""
+        return replace(
+            self, title=self.title + left_out, metrics=tuple(sorted(chosen, key=natural_order)), pattern=None
+        )
+
+
+def _has_data(values: FloatArray | None) -> bool:
+    """Whether a series has a value other than 0."""
+    return values is not None and bool(np.nan_to_num(values, posinf=1.0).any())
+
+
+def _change(values: FloatArray) -> float:
+    """By how much a series changes: the ratio of its largest value to its median; infinite values are above all."""
+    known = np.abs(values[~np.isnan(values)])
+    middle = float(np.median(known))
+    return float(known.max()) / middle if middle > 0 else math.inf
+
+
+def sections_of(history: RunHistory | None) -> dict[str, tuple[LinePanel, ...]]:
+    """The sections for which a run has data; of an unknown run those that every run has."""
+    if history is None:
+        return {key: SECTIONS[key] for key in OF_EVERY_RUN}
+    own = tuple(sorted((key for key in history.own if own_role(key) == "loss"), key=natural_order)[:MAX_NAMES])
+    known = [value for key in own for value in history.own[key].values[np.isfinite(history.own[key].values)].tolist()]
+    log_y = bool(known) and 0 < 100 * min(known) < max(known)
+    losses = (
+        [LinePanel("Your loss", own, log_y=log_y, x=WANDB_STEP)]
+        if own
+        else [LinePanel("Loss", (keys.LOSS,)).of(history)]
+    )
+    panels_of = {key: [panel.of(history) for panel in panels] for key, panels in SECTIONS.items()} | {"loss": losses}
+    drawn = {key: tuple(panel for panel in panels if panel is not None) for key, panels in panels_of.items()}
+    return {key: panels for key, panels in drawn.items() if panels}
 
 
 def _forecast(what: str, *, without: str | None = None) -> tuple[str, ...]:

@@ -42,6 +42,11 @@ class Sink:
         return None
 
     @property
+    def viewable(self) -> str | None:
+        """The folder or file on this machine that `wandb-gradwatch view` reads; None if there is none."""
+        return None
+
+    @property
     def is_terminal(self) -> bool:
         """Whether this sink prints alerts in the terminal. If so, ERROR alerts are not printed there a second time."""
         return False

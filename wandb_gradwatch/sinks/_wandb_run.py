@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from .._interruptions import raise_interruption
@@ -161,6 +162,11 @@ class WandbSink(Sink):
     def directory(self) -> str | None:
         """The folder of the run's files, which W&B uploads with the run; None for a disabled run."""
         return None if self._row_scheduler is None else str(self.run.dir)
+
+    @property
+    def viewable(self) -> str | None:
+        """The folder of the run on this machine."""
+        return None if self.directory is None else str(Path(self.directory).parent)
 
     def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
         """Log the flight recorder's samples as a table in a row of its own; online, only the newest at the run's end.

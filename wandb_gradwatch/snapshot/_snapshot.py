@@ -25,6 +25,7 @@ from .._measure.columns import (
 from .._measure.probe_values import MetricHistogram
 from . import keys
 from ._arrays import derived, divided_where, finite_or_missing, fold_signs, frozen, quantile_of, ratio, too_small
+from ._as_row import row_of
 from ._overview import Overview, overview_of
 from ._shapes import GroupBy, group_function, group_names, merge_snapshots, select_samples
 
@@ -98,6 +99,27 @@ class Snapshot:
     def __repr__(self) -> str:
         span = f"steps {self.steps[0]}..{self.steps[-1]}" if len(self) else "no samples"
         return f"Snapshot({span}, {len(self.names)} names, histogram={'no' if self.histogram is None else 'yes'})"
+
+    def as_row(self, step: int | None = None) -> dict[str, float]:
+        """Return the numbers of one sample under the keys of a W&B row, for any other tracker.
+
+        Values that are missing have no key. Numbers of `watch(metrics=...)` are those of the sample, if it has them.
+
+        Args:
+            step: of the sample; None: the newest one.
+
+        Raises:
+            ValueError: there is no sample of this step.
+
+        Example:
+            >>> from wandb_gradwatch.snapshot import Snapshot
+            >>> from wandb_gradwatch._measure.columns import NUM_COLUMNS, Column
+            >>> rows = np.zeros((1, 1, NUM_COLUMNS))
+            >>> rows[0, 0, [Column.NUM_ELEMENTS, Column.GRAD_SUM_SQ]] = 2, 25
+            >>> Snapshot(np.array([7]), ("head.weight",), rows).as_row()["grad_norm/head/weight"]
+            5.0
+        """
+        return row_of(self, step)
 
     def column(self, column: Column) -> FloatArray:
         """One raw column: [S, P]."""

@@ -18,6 +18,10 @@ FLIGHT_RECORDER: Final = "gradwatch/flight_recorder"  # a table
 VERDICT: Final = "gradwatch/verdict"  # a sentence
 INCIDENTS: Final = "gradwatch/incidents"  # JSON: a list of Incident.to_dict()
 
+# The file of a JSONLSink begins with this text and the number of its format.
+JSONL_BEGIN: Final = '{"wandb_gradwatch":'
+JSONL_FORMAT: Final = 1
+
 # What a row holds. Values of one sample are those of its last one; maxima, counts and ratios are about all of them.
 
 FIRST_SAMPLE: Final = "gradwatch/first_sample"  # step of the row's first sample

@@ -20,6 +20,8 @@ async function load(newContent, packedText) {
 const float32At = (offset, count) => new Float32Array(arrays.slice(offset, offset + 4 * count).buffer);
 const float64At = (offset, count) => new Float64Array(arrays.slice(offset, offset + 8 * count).buffer);
 
+const unpackedLine = ({ count, steps, values }) => ({ xs: float64At(steps, count), values: float32At(values, count) });
+
 // What was measured: the samples, with the norm and the NaN and Inf elements of each, and the intervals of steps of which
 // every one was measured; nothing is drawn between two intervals.
 class Measured {
@@ -42,11 +44,11 @@ class Measured {
     }
   }
 
-  // Call visit(from, to) for each gap in view: from half a step after a measured step to half a step before the next.
-  eachGap(visit) {
-    for (let place = lastAtMost(this.firsts, view.range[0]); place < this.firsts.length; place++) {
-      const [from, to] = [place < 0 ? view.range[0] : this.lasts[place] + 0.5, place + 1 < this.firsts.length ? this.firsts[place + 1] - 0.5 : view.range[1]];
-      if (from >= view.range[1]) return;
+  // Call visit(from, to) for each gap in a range: from half a step after a measured step to half a step before the next.
+  eachGap([low, high], visit) {
+    for (let place = lastAtMost(this.firsts, low); place < this.firsts.length; place++) {
+      const [from, to] = [place < 0 ? low : this.lasts[place] + 0.5, place + 1 < this.firsts.length ? this.firsts[place + 1] - 0.5 : high];
+      if (from >= high) return;
       if (to > from) visit(from, to);
     }
   }
@@ -182,11 +184,14 @@ class Grid {
   // Return a name's values at these steps: undefined where the run does not keep one.
   valuesOf(name, matrix = this.matrix()) {
     if (!matrix.ofWindow) return matrix.line(name).map((value, column) => (Number.isNaN(value) && !this.isWhole[column] ? undefined : value));
-    return Array.from(this.measured.steps, (step, place) => {
-      const column = this.columnOf(step);
-      const code = column < 0 ? CODE_MISSING : matrix.codes[name * matrix.numColumns + column];
-      return matrix.valueOf(matrix.within(code, matrix.limitAt(this.measured, place)));
-    });
+    return Array.from(this.measured.steps, (step, place) => matrix.valueOf(this.codeAt(name, place, matrix)));
+  }
+
+  // The code to show of a metric about windows at a measured step, given by its place.
+  codeAt(name, place, matrix) {
+    const column = this.columnOf(this.measured.steps[place]);
+    const code = column < 0 ? CODE_MISSING : matrix.codes[name * matrix.numColumns + column];
+    return matrix.within(code, matrix.limitAt(this.measured, place));
   }
 
   // The column that holds a step; -1 if none does.
@@ -231,12 +236,6 @@ function unpackRun() {
     const xs = content.own.axes[axis];
     return { key, role, xs, values: float32At(offset, xs.length) };
   });
-}
-
-// uPlot draws null as a gap, and lines continue across undefined (only another line has a point there). Values that are
-// not finite cannot be drawn on an axis.
-function drawable(values, positiveOnly) {
-  return Array.from(values, (value) => (value === undefined || (Number.isFinite(value) && !(positiveOnly && value <= 0)) ? value : null));
 }
 
 // The histograms of one name, one for each step: the extremes, where elements end for certain (from, to), the signed edges

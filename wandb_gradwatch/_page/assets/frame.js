@@ -2,10 +2,9 @@
 // A subclass paints the inside and defines the vertical axis; this class does pointer, keyboard, zoom and cursor.
 
 class Frame extends Picture {
-  // A subclass defines: layout(width) -> {height, left, side}, paint(pixels, width, height), labels(context, box),
-  //        describe(step, y, height) -> text lines or null, nextRow(y, height, direction) -> y, onResetY(),
-  //        onZoomY(top, bottom) in parts of the height; optionally onChoose(y, height) for a click or Enter,
-  //        bandAt(y, height), and drawSide(context, box, step) for the area at the right. It sets `measured`; `last`, the
+  // A subclass defines: layout(width) -> {height, left}, paint(pixels, width, height), labels(context, box),
+  //        describe(step, y, height) -> text lines or null; optionally nextRow(y, height, direction) -> y, and
+  //        onChoose(y, height) for a click or Enter. It sets `measured`; `last`, the
   //        steps between which arrow keys move; and `steps`, those that the pointer finds.
   constructor(host, label) {
     super();
@@ -23,7 +22,7 @@ class Frame extends Picture {
     this.canvas.addEventListener("pointermove", (event) => this.onMove(event));
     this.canvas.addEventListener("pointerup", (event) => this.onUp(event));
     this.canvas.addEventListener("pointerleave", (event) => event.pointerType === "touch" || this.leave());
-    this.canvas.addEventListener("dblclick", () => this.reset());
+    this.canvas.addEventListener("dblclick", resetRange);
     this.canvas.addEventListener("keydown", (event) => this.onKeyDown(event));
     this.canvas.addEventListener("blur", () => this.leave());
     onTouch(this.canvas, {
@@ -34,13 +33,22 @@ class Frame extends Picture {
     this.canvas.addEventListener("click", (event) => event.pointerType === "touch" && this.click(this.place(event)));
   }
 
+  // The steps at both edges.
+  get range() {
+    return view.range;
+  }
+
+  nextRow(y) {
+    return y;
+  }
+
   // Call visit(place, from, to) for each of these steps that is in view, with the pixels that it covers: at least `least`
   // where its neighbours leave room, so that a single step can be seen.
   eachStep(steps, width, least, visit) {
-    const [low, high] = view.range.map(placeOf);
-    const across = (step) => ((placeOf(step) - low) / (high - low)) * width;
+    const [low, high] = this.range;
+    const across = (step) => ((step - low) / (high - low)) * width;
     let end = -Infinity; // of the previous step
-    for (let place = lastAtMost(steps, view.range[0] - 1) + 1; place < steps.length && steps[place] < view.range[1] + 1; place++) {
+    for (let place = lastAtMost(steps, this.range[0] - 1) + 1; place < steps.length && steps[place] < this.range[1] + 1; place++) {
       const step = steps[place];
       const [left, right, next] = [across(step - 0.5), across(step + 0.5), across(((steps[place + 1] ?? Infinity) + step) / 2)];
       const more = Math.max(0, (least * devicePixelRatio - (right - left)) / 2);
@@ -55,12 +63,6 @@ class Frame extends Picture {
     return this.steps[nearestIndex(this.steps, step)] ?? null;
   }
 
-  reset() {
-    resetRange();
-    this.onResetY();
-    this.outdate();
-  }
-
   followStep() {
     this.drawOverlay();
   }
@@ -68,7 +70,7 @@ class Frame extends Picture {
   draw() {
     const width = this.width;
     if (width === 0) return;
-    const { height, left, side } = this.layout(width);
+    const { height, left } = this.layout(width);
     const ratio = devicePixelRatio;
     for (const canvas of [this.canvas, this.overlay]) {
       canvas.width = Math.round(width * ratio);
@@ -76,18 +78,22 @@ class Frame extends Picture {
       canvas.style.width = width + "px";
       canvas.style.height = height + "px";
     }
-    this.box = { left, top: 18, width: Math.max(width - left - 22 - side, 20), height: height - 18 - 28 };
+    this.box = { left, top: 18, width: Math.max(width - left - 22, 20), height: height - 18 - 28 };
     const context = this.canvas.getContext("2d");
     const { left: x, top: y, width: across, height: down } = this.scaled(this.box);
     const image = context.createImageData(Math.round(across), Math.round(down));
     this.paint(new Uint32Array(image.data.buffer), image.width, image.height);
     context.putImageData(image, Math.round(x), Math.round(y));
-    const positionOf = (step) => this.xOf(step) * ratio;
-    drawGaps(context, this.scaled(this.box), positionOf, this.measured);
-    drawFlags(context, this.scaled(this.box), positionOf, 3 * ratio);
+    this.drawMarks(context, this.scaled(this.box), (step) => this.xOf(step) * ratio);
     context.scale(ratio, ratio);
     this.drawAxes(context);
     this.drawOverlay();
+  }
+
+  // Hatch what was not measured, and draw the flags; `box` is in device pixels.
+  drawMarks(context, box, positionOf, depth = 3 * devicePixelRatio) {
+    drawGaps(context, box, positionOf, this.measured);
+    drawFlags(context, box, positionOf, depth);
   }
 
   scaled(box) {
@@ -102,8 +108,8 @@ class Frame extends Picture {
     context.strokeRect(left - 0.5, top - 0.5, width + 1, height + 1);
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const { step, text } of axisTicks(width / 80)) {
-      const x = this.xOf(step);
+    for (const step of linearTicks(...this.range, width / 64).filter(Number.isInteger)) {
+      const [x, text] = [this.xOf(step), whole(step)];
       context.fillRect(x, top + height + 1, 1, 4);
       const half = context.measureText(text).width / 2;
       context.fillText(text, Math.min(x, left + width + 20 - half), top + height + 8);
@@ -117,33 +123,26 @@ class Frame extends Picture {
     context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
     context.clearRect(0, 0, this.overlay.width, this.overlay.height);
     const { left, top, width, height } = this.box;
-    this.drawSide?.(context, this.box, view.step);
     context.strokeStyle = context.fillStyle = colour("ink");
-    if (view.step !== null && view.step >= view.range[0] && view.step <= view.range[1]) {
+    if (view.step !== null && view.step >= this.range[0] && view.step <= this.range[1]) {
       context.setLineDash([4, 3]);
       context.strokeRect(this.xOf(view.step), top, 0, height);
       context.setLineDash([]);
     }
-    if (this.pointer !== null && this.drag === null) {
-      const band = this.bandAt?.(this.pointer.y - top, height);
-      if (band) context.strokeRect(left - 0.5, top + band[0] - 0.5, width + 1, band[1] - band[0] + 1);
-    }
     if (this.drag !== null && this.pointer !== null) {
-      const area = this.dragArea();
+      const [from, to] = this.dragged();
       context.globalAlpha = 0.16;
-      context.fillRect(area.left, area.top, area.width, area.height);
-      context.globalAlpha = 1;
-      context.strokeRect(area.left + 0.5, area.top + 0.5, area.width, area.height);
+      context.fillRect(from, top, to - from, height);
     }
   }
 
   xOf(step) {
-    const [low, high] = view.range.map(placeOf);
-    return this.box.left + ((placeOf(step) - low) / (high - low)) * this.box.width;
+    const [low, high] = this.range;
+    return this.box.left + ((step - low) / (high - low)) * this.box.width;
   }
 
   stepAt(x) {
-    return stepAcross((x - this.box.left) / this.box.width);
+    return stepAcross((x - this.box.left) / this.box.width, this.range);
   }
 
   place(event) {
@@ -171,38 +170,23 @@ class Frame extends Picture {
   }
 
   onUp(event) {
-    const place = this.place(event);
     if (this.drag === null) return;
-    this.pointer = place;
-    const area = this.dragArea();
-    // Use the pointer, because a drag within one row or column selects the whole height or width.
-    const moved = Math.hypot(place.x - this.drag.x, place.y - this.drag.y) > 4;
+    this.pointer = this.place(event);
+    const [from, to] = this.dragged();
     this.drag = null;
-    if (!moved) return this.click(place);
-    if (area.wholeHeight === false) this.onZoomY((area.top - this.box.top) / this.box.height, (area.top + area.height - this.box.top) / this.box.height);
-    if (area.wholeWidth === false) setRange(this.stepAt(area.left), this.stepAt(area.left + area.width));
-    this.outdate();
+    if (to - from > 4) setRange(this.stepAt(from), this.stepAt(to));
+    else this.click(this.pointer);
+    this.drawOverlay();
   }
 
   click(place) {
     if (this.inside(place)) this.onChoose?.(place.y - this.box.top, this.box.height);
   }
 
-  // A drag within one row selects only steps, a drag within one column only rows.
-  dragArea() {
-    const { left, top, width, height } = this.box;
-    const [x0, x1] = [this.drag.x, clamp(this.pointer.x, left, left + width)].sort((a, b) => a - b);
-    const [y0, y1] = [this.drag.y, clamp(this.pointer.y, top, top + height)].sort((a, b) => a - b);
-    const wholeHeight = y1 - y0 < 14;
-    const wholeWidth = x1 - x0 < 14 && !wholeHeight;
-    return {
-      left: wholeWidth ? left : x0,
-      width: wholeWidth ? width : x1 - x0,
-      top: wholeHeight ? top : y0,
-      height: wholeHeight ? height : y1 - y0,
-      wholeWidth,
-      wholeHeight,
-    };
+  // The edges of the area that is being selected.
+  dragged() {
+    const { left, width } = this.box;
+    return [this.drag.x, clamp(this.pointer.x, left, left + width)].sort((a, b) => a - b);
   }
 
   show(place) {
@@ -244,7 +228,7 @@ class Frame extends Picture {
       return this.show({ x: place.x, y });
     }
     const isChoice = event.key === "Enter" && this.onChoose !== undefined;
-    const step = isChoice ? null : moveByKey(event, this.last, this.pointer === null ? null : view.step);
+    const step = isChoice ? null : moveByKey(event, this.last, this.pointer === null ? null : view.step, this.range);
     if (step === undefined) return;
     event.preventDefault();
     if (isChoice) this.onChoose(place.y - top, height);

@@ -19,12 +19,20 @@ function changeOf(matrix) {
   return (matrix.change = Object.assign(Object.create(matrix), change));
 }
 
+const HIGH_ROW = 15; // pixels of each of the first rows, by interest
+
+// The modules around a layer, up to the number that orders neighbours: "blocks.3".
+function blockOf(name) {
+  const parts = name.split(".");
+  const number = parts.findIndex((part) => /^[0-9]+$/.test(part));
+  return parts.slice(0, number >= 0 ? number + 1 : 1).join(".");
+}
+
 class Heatmap extends Frame {
-  constructor(host, grid, label) {
+  // byInterest: the names that changed most come first, and the first five rows are high enough to be read.
+  constructor(host, grid, label, order = grid.names.map((_, name) => name), byInterest = false) {
     super(host, label);
-    this.grid = grid;
-    this.order = grid.names.map((_, name) => name);
-    this.onResetY();
+    Object.assign(this, { grid, order, byInterest });
     Object.assign(this, { measured: grid.measured, last: grid.last });
     on("grid", (changed) => changed === grid && this.outdate());
     this.begin(this.wrap);
@@ -39,9 +47,8 @@ class Heatmap extends Frame {
     return { head: ["name", ...this.grid.last], rows: this.order.map((name) => [this.grid.names[name], ...matrix.line(name)]) };
   }
 
-  setOrder(order) {
-    this.order = order;
-    this.onResetY();
+  setOrder(order, byInterest) {
+    Object.assign(this, { order, byInterest });
     this.outdate();
   }
 
@@ -61,8 +68,8 @@ class Heatmap extends Frame {
 
   layout(width) {
     const longest = Math.max(8, ...this.order.slice(0, 2000).map((name) => this.grid.names[name].length));
-    const height = clamp(Math.round(this.order.length * 13), 150, width < 600 ? 460 : 720) + 46;
-    return { height, left: Math.round(Math.min(longest * 6.7 + 14, width * 0.3, 230)), side: 0 };
+    const height = clamp(Math.round(this.order.length * 13), 150, isPrinting() ? 380 : width < 600 ? 460 : 720) + 46;
+    return { height, left: Math.round(Math.min(longest * 6.7 + 14, width * 0.3, 230)) };
   }
 
   // For each pixel across: the columns [from, to) of which it shows samples, the largest code of these samples, and
@@ -87,67 +94,87 @@ class Heatmap extends Frame {
 
   paint(pixels, width, height) {
     const { from: begin, to: end, limit, isBad } = this.samplesAcross(width);
-    const { matrix } = this;
-    const { codes } = this.painted;
-    const [top, bottom] = this.visible;
-    const columns = this.grid.last.length;
+    const { matrix, matrix: { codes: raws }, order, palette, painted: { codes } } = this;
+    const [columns, isWhole] = [this.grid.last.length, Uint8Array.from(this.grid.isWhole)];
     const bad = this.grid.bad() === matrix ? null : this.grid.bad()?.codes;
+    const winners = new Int32Array(width); // the largest code wins: codes are ordered by importance; -1: nothing is painted
     for (let y = 0; y < height; y++) {
-      const from = top + Math.floor((y * (bottom - top)) / height);
-      const to = Math.max(from + 1, top + Math.floor(((y + 1) * (bottom - top)) / height));
-      for (let x = 0; x < width; x++) {
-        let winner = -1; // the largest code wins: codes are ordered by importance; nothing is painted without one
-        for (let row = from; row < to; row++) {
-          const base = this.order[row] * columns;
-          for (let column = begin[x]; column < end[x]; column++) {
-            const cell = base + column;
-            if (isBad[x] && bad?.[cell] > CODE_ZERO) winner = CODE_INFINITE;
-            else {
-              const raw = matrix.codes[cell];
+      const from = this.rowAt(y, height);
+      const to = Math.max(from + 1, y + 1 < height ? this.rowAt(y + 1, height) : order.length);
+      winners.fill(-1);
+      for (let row = from; row < to; row++) {
+        const base = order[row] * columns;
+        for (let x = 0; x < width; x++) {
+          for (let cell = base + begin[x]; cell < base + end[x]; cell++) {
+            const raw = raws[cell];
+            let code = CODE_INFINITE;
+            if (!(isBad[x] && bad && bad[cell] > CODE_ZERO)) {
               const shown = raw <= limit[x] ? raw : matrix.within(raw, limit[x]); // the former is the usual case
-              if (shown > CODE_MISSING) winner = Math.max(winner, shown > CODE_ZERO ? codes[cell] + shown - raw : shown);
-              else if (raw === CODE_MISSING && this.grid.isWhole[column]) winner = Math.max(winner, CODE_MISSING);
+              if (shown > CODE_ZERO) code = codes[cell] + shown - raw;
+              else code = shown > CODE_MISSING || (raw === CODE_MISSING && isWhole[cell - base]) ? shown : -1;
             }
+            if (code > winners[x]) winners[x] = code;
           }
         }
-        if (winner >= 0) pixels[y * width + x] = this.palette[winner];
       }
+      for (let x = 0; x < width; x++) if (winners[x] >= 0) pixels[y * width + x] = palette[winners[x]];
     }
   }
 
   labels(context, { left, top, height }) {
-    const [first, last] = this.visible;
-    const rowHeight = height / Math.max(last - first, 1);
-    const every = Math.max(1, Math.ceil(12.5 / rowHeight));
     context.font = '11px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace';
     context.textAlign = "right";
     context.textBaseline = "middle";
     const characters = Math.floor((left - 12) / 6.7);
-    for (let row = first; row < last; row += every) {
-      const name = this.order[row];
-      const chosen = this.grid.chosen.has(name);
-      context.fillStyle = colour(chosen ? this.grid.colourOf(name) : "muted");
-      context.fillText(shorten(this.grid.names[name], characters), left - 8, top + (row - first + 0.5) * rowHeight);
+    for (const { text, name, y } of this.labelled(height)) {
+      context.fillStyle = colour(this.grid.chosen.has(name) ? this.grid.colourOf(name) : "muted");
+      context.fillText(shorten(text, characters), left - 8, top + y);
     }
   }
 
-  rowAt(y, height) {
-    const [first, last] = this.visible;
-    return clamp(first + Math.floor((y / height) * (last - first)), first, last - 1);
+  // The labels that have room: of each row, or else of the first rows and of each block of the others.
+  labelled(height) {
+    const [found, room, rows] = [[], 12.5, this.order.length];
+    let end = -Infinity; // of the label before
+    const place = (text, name, y) => {
+      if (y - end < room) return;
+      found.push({ text, name, y });
+      end = y;
+    };
+    for (let row = 0, next; row < rows; row = next) {
+      const [name, high] = [this.order[row], this.topOf(row + 1, height) - this.topOf(row, height)];
+      const [block, isOwn] = [blockOf(this.grid.names[name]), high >= room];
+      next = row + 1;
+      while (!isOwn && !this.byInterest && next < rows && blockOf(this.grid.names[this.order[next]]) === block) next++;
+      const middle = (this.topOf(row, height) + this.topOf(next, height)) / 2;
+      if (isOwn) place(this.grid.names[name], name, middle);
+      else if (!this.byInterest) place(block, null, middle);
+    }
+    return found;
   }
 
-  bandAt(y, height) {
-    const [first, last] = this.visible;
-    const row = this.rowAt(y, height) - first;
-    const size = height / (last - first);
-    return size < 3 ? null : [row * size, (row + 1) * size];
+  // The number of rows at the top that are higher than the others, and their height in the unit of `height`.
+  high(height) {
+    const isDense = this.byInterest && this.order.length > AT_FIRST && this.box.height / this.order.length < HIGH_ROW;
+    return isDense ? [AT_FIRST, (HIGH_ROW * height) / this.box.height] : [0, 0];
+  }
+
+  topOf(row, height) {
+    const [count, size] = this.high(height);
+    return row < count ? row * size : count * size + ((row - count) * (height - count * size)) / Math.max(this.order.length - count, 1);
+  }
+
+  rowAt(y, height) {
+    const [count, size] = this.high(height);
+    const [rest, rows] = [height - count * size, this.order.length];
+    const row = y < count * size ? y / size : count + ((y - count * size) / rest) * (rows - count);
+    return clamp(Math.floor(row), 0, rows - 1);
   }
 
   // Return the middle of the next row; by rounding, an edge could belong to either row.
   nextRow(y, height, direction) {
-    const [first, last] = this.visible;
-    const row = clamp(this.rowAt(y, height) + direction, first, last - 1);
-    return ((row - first + 0.5) * height) / (last - first);
+    const row = clamp(this.rowAt(y, height) + direction, 0, this.order.length - 1);
+    return (this.topOf(row, height) + this.topOf(row + 1, height)) / 2;
   }
 
   describe(step, y, height) {
@@ -172,55 +199,29 @@ class Heatmap extends Frame {
     return lines;
   }
 
-  onZoomY(from, to) {
-    const [first, last] = this.visible;
-    const top = first + Math.floor(from * (last - first));
-    this.visible = [top, Math.max(top + 1, first + Math.ceil(to * (last - first)))];
-  }
-
-  onResetY() {
-    this.visible = [0, this.order.length];
-  }
-
   onChoose(y, height) {
     if (this.order.length) this.grid.toggle(this.order[this.rowAt(y, height)]);
   }
 }
 
-// Limits and colours of one metric: the middle 98 % of the logarithms, a fixed centre, or 0 to 1.
+// Limits and colours of one metric: the middle 98 % of the values, around a fixed centre if there is one; or 0 to 1.
 function colourScale(matrix) {
-  const { meaning } = matrix;
+  const { meaning, even } = matrix;
   if (meaning.colours === "share") return { ...meaning, linear: true, low: 0, high: 1 };
-  if (matrix.even) return evenScale(matrix);
-  const middle = middleCodes(matrix);
-  if (middle === null) return { ...meaning, linear: false, low: 0.1, high: 1, empty: true };
-  let [low, high] = middle.map((code) => matrix.valueOf(code));
+  const every = Math.ceil(matrix.codes.length / 100_000); // so many are enough for limits
+  const known = matrix.codes.filter((code, cell) => cell % every === 0 && code >= CODE_FIRST && code < CODE_INFINITE).sort();
+  if (!known.length) return { ...meaning, linear: even, low: 0.1, high: 1, empty: true };
+  let [low, high] = [Math.floor(0.01 * (known.length - 1)), Math.ceil(0.99 * (known.length - 1))].map((place) => matrix.valueOf(known[place]));
+  if (even) {
+    high = Math.max(Math.abs(low), Math.abs(high)) || 1; // symmetric around 0
+    return { ...meaning, colours: "diverging", linear: true, low: -high, high };
+  }
   if (meaning.centre !== undefined) {
     const reach = Math.max(high / meaning.centre, meaning.centre / low, meaning.reach ?? 10);
     [low, high] = [meaning.centre / reach, meaning.centre * reach];
   }
   if (high < low * 1.5) [low, high] = [low / 1.5, high * 1.5];
   return { ...meaning, linear: false, low, high };
-}
-
-// Return the codes that enclose the middle 98 % of the numbers, by counting; null if there is no number.
-function middleCodes({ codes }) {
-  const counts = new Uint32Array(CODE_INFINITE + 1);
-  for (let cell = 0; cell < codes.length; cell++) counts[codes[cell]]++;
-  const total = codes.length - counts[CODE_MISSING] - counts[CODE_ZERO] - counts[CODE_INFINITE];
-  const codeAt = (place) => {
-    let code = CODE_FIRST;
-    for (let passed = counts[code]; passed <= place; passed += counts[++code]);
-    return code;
-  };
-  return total ? [codeAt(Math.floor(0.01 * (total - 1))), codeAt(Math.ceil(0.99 * (total - 1)))] : null;
-}
-
-// Limits for values of both signs: linear and symmetric around 0, enclosing the middle 98 %.
-function evenScale(matrix) {
-  const sizes = Array.from(matrix.codes.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE), (code) => Math.abs(matrix.valueOf(code)));
-  const reach = sizes.sort((a, b) => a - b)[Math.ceil(0.98 * (sizes.length - 1))] || 1;
-  return { ...matrix.meaning, colours: "diverging", linear: true, low: -reach, high: reach };
 }
 
 function placeOn(scale, value) {
@@ -267,16 +268,7 @@ function drawScale(host, scale, outside = [["hatched", "not measured"], ["missin
   );
 }
 
-function scaleTicks(scale) {
-  if (scale.linear) return scale.low === 0 ? [0, 0.5, 1] : [scale.low, 0, scale.high].map((value) => Number(value.toPrecision(2)));
-  const decades = Math.log10(scale.high / scale.low);
-  if (decades < 1.2) {
-    const ticks = linearTicks(scale.low, scale.high, 3);
-    return ticks.filter((tick) => tick > 0);
-  }
-  const every = Math.ceil(decades / 4);
-  const first = Math.ceil(Math.log10(scale.low) - 1e-9);
-  const ticks = [];
-  for (let power = first; power <= Math.log10(scale.high) + 1e-9; power += every) ticks.push(10 ** power);
-  return ticks;
+function scaleTicks({ linear, low, high }) {
+  if (linear) return low === 0 ? [0, 0.5, 1] : [low, 0, high].map((value) => Number(value.toPrecision(2)));
+  return high < 16 * low ? linearTicks(low, high, 3).filter((tick) => tick > 0) : logTicks(low, high);
 }

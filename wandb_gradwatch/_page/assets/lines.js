@@ -1,288 +1,212 @@
-// A line chart over steps: shared zoom and cursor, incidents as flags, logarithmic or linear, usable by keyboard.
+// Lines and bars over steps, drawn on a canvas: whole charts, and the lanes of a strip.
 
 const CHART_FONT = '11px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
-// uPlot draws an axis only if it finds the distance of its ticks in a list.
+const AXIS_WIDTH = 62; // plots below each other have the same left edge, unless a label needs more space
 const isNext = (from, to) => to - from === 1; // otherwise, what lies between is not known
-const ALL_SIZES = Array.from({ length: 620 }, (_, index) => Number(`1e${index - 311}`));
 
-class LineChart extends Picture {
-  // series: {label, values, colour, width, dash, kind: "line" | "bars" | "tops", format, joins}; colours are names in the
-  // style sheet. Bars, and their tops, stand at the measured steps from starts[index] to xs[index]. joins(from, to) tells
-  // whether a line connects the values of two steps.
+// The places of the steps in a range, [from, to), with one more at each end, to which a line may lead.
+function placesIn(xs, [low, high]) {
+  return [Math.max(0, lastAtMost(xs, low)), Math.min(xs.length, lastAtMost(xs, high) + 2)];
+}
+
+const limitsOf = (values) => values.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
+
+// A value of which `bad` elements were not finite is that of the finite rest, and is not drawn.
+const isDrawn = ({ values, bad }, place) => Number.isFinite(values[place]) && !(bad?.[place] > 0);
+
+// The finite values of a line in a range.
+function valuesIn(one, range) {
+  const [from, to] = placesIn(one.xs, range);
+  const found = [];
+  for (let place = from; place < to; place++) {
+    if (isDrawn(one, place) && one.xs[place] >= range[0] && one.xs[place] <= range[1]) found.push(one.values[place]);
+  }
+  return found;
+}
+
+// Draw a line within an area. joins(from, to) tells whether it connects the values of two steps; undefined values are
+// passed over, others that are missing interrupt it; a value that no line reaches is a point.
+function drawLine(context, area, one, { range, xOf, yOf, joins, hasPoints = false }) {
+  const { xs, values, colour: name, width = 1.75, dash = [], size = 4 } = one;
+  const [from, to] = placesIn(xs, range);
+  const points = [];
+  let before = -1; // the place of the value before, -1 if it is missing
+  let isReached = true; // by a line
+  context.save();
+  context.beginPath();
+  context.rect(area.left, area.top - 3, area.width, area.height + 6);
+  context.clip();
+  Object.assign(context, { strokeStyle: colour(name), fillStyle: colour(name), lineWidth: width });
+  context.setLineDash(dash);
+  context.beginPath();
+  for (let place = from; place < to; place++) {
+    if (values[place] === undefined) continue;
+    const [isShown, x] = [isDrawn(one, place), xOf(xs[place])];
+    const isJoined = isShown && before >= 0 && joins(xs[before], xs[place]);
+    if (before >= 0 && !isJoined && !isReached) points.push(before);
+    if (isShown) context[isJoined ? "lineTo" : "moveTo"](x, yOf(values[place]));
+    if (isShown && hasPoints) points.push(place);
+    [before, isReached] = [isShown ? place : -1, isJoined];
+  }
+  if (before >= 0 && !isReached) points.push(before);
+  context.stroke();
+  for (const place of points) context.fillRect(xOf(xs[place]) - size / 2, yOf(values[place]) - size / 2, size, size);
+  context.restore();
+}
+
+// Mark values that were NaN or infinite: a band as wide as the measured step, else as the row, opaque at the bottom.
+function drawNonFinite(context, { left, top, width, height }, { xs, values, bad }, { range, xOf }) {
+  const [from, to] = placesIn(xs, range);
+  const middle = (place, other) => (bad ? xs[place] + (other - place) / 2 : (xs[place] + (xs[other] ?? xs[place])) / 2);
+  const edge = (place, other) => clamp(xOf(middle(place, other)), left, left + width);
+  context.fillStyle = colour("nonfinite");
+  for (let place = from; place < to; place++) {
+    if (bad ? !(bad[place] > 0) : values[place] == null || Number.isFinite(values[place])) continue; // null: missing
+    const [start, end] = [edge(place, place - 1), edge(place, place + 1)];
+    if (end <= left || start >= left + width) continue;
+    for (const [alpha, down] of [[0.2, height], [1, 5]]) {
+      context.globalAlpha = alpha;
+      context.fillRect(start, top + height - down, Math.max(end - start, 2), down);
+    }
+  }
+}
+
+// A chart with a vertical axis, linear or logarithmic.
+class LineChart extends Frame {
+  // series: {label, values, colour, width, dash, kind: "line" | "bars" | "tops", format, joins, xs, starts}; colours are
+  // names in the style sheet. Bars, and their tops, stand at the measured steps from starts[place] to xs[place].
   // measured: what lies between its steps is hatched; null: every value stands for itself, and lines connect them.
   constructor(host, { label, xs, series, starts = xs, measured = run.measured, log = false, canLog = true, height = 260, format = formatNumber, tick = formatTick, limits = null }) {
-    super();
-    Object.assign(this, { label, xs, starts, measured, log, height, format, tick, limits });
-    const plot = element("div", { class: "plot", tabindex: 0, role: "group", "aria-label": label + ", over steps" });
-    this.legend = element("div", { class: "legend" });
+    const controls = element("div", { class: "controls" });
+    host.append(controls);
+    super(host, label + ", over steps");
+    Object.assign(this, { measured, log, height, format, tick, limits });
     const setLog = (value) => {
       this.log = value === "log";
       this.setSeries(this.series);
     };
-    const controls = element("div", { class: "controls" }, canLog ? segmented("Scale", [["log", "Log"], ["linear", "Linear"]], log ? "log" : "linear", setLog) : null);
-    this.empty = element("p", { class: "hint", hidden: true }, "Nothing is above 0, and a logarithmic scale begins above it.");
-    host.append(controls, plot, this.empty, this.legend, element("div", { class: "below" }, dataTable(() => this.tableContent()), exportButtons(this)));
-    plot.addEventListener("keydown", (event) => this.onKey(event));
-    plot.addEventListener("blur", () => setStep(null, null));
-    const across = (event) => event.clientX - this.plot.over.getBoundingClientRect().left;
-    onTouch(plot, {
-      partAt: (event) => across(event) / this.plot.over.clientWidth,
-      show: (event) => this.plot.setCursor({ left: across(event), top: 12 }),
-      leave: () => setStep(null, null),
+    if (canLog) controls.append(segmented("Scale", [["log", "Log"], ["linear", "Linear"]], log ? "log" : "linear", setLog));
+    this.defaults = { xs, starts, joins: measured ? isNext : () => true };
+    this.setSeries(series);
+    this.begin(this.wrap);
+  }
+
+  setSeries(series, xs = this.defaults.xs) {
+    this.defaults.xs = xs;
+    this.series = series.map((one) => ({ ...this.defaults, starts: one.xs ?? this.defaults.starts, ...one }));
+    const all = [...new Set(this.series.map((one) => one.xs))];
+    this.steps = this.last = all.length === 1 ? all[0] : Float64Array.from(new Set(all.flatMap((steps) => Array.from(steps)))).sort();
+    const values = this.series.flatMap((one) => Array.from(one.values).filter(Number.isFinite));
+    this.top = this.log ? usefulTop(values) : Infinity;
+    const entries = this.series.map((one) => {
+      const last = Array.from(one.values).findLast((value) => value != null && !Number.isNaN(value));
+      return element("span", { class: "legend-entry" }, swatch(one.colour, one.kind === "bars" ? "block" : ""), element("span", { class: "legend-label", title: one.label }, one.label), element("span", { class: "legend-value", title: "the last" }, (one.format ?? this.format)(last)));
     });
-    this.take(series);
-    this.begin(plot);
+    const isEmpty = this.log && values.length > 0 && values.every((value) => value <= 0);
+    this.legend.replaceChildren(...entries, isEmpty ? hint("Nothing is above 0, and a logarithmic scale begins above it.") : "");
+    if (this.node) this.outdate();
   }
 
-  get canvas() {
-    return this.plot.ctx.canvas;
+  layout() {
+    this.ends = this.yLimits();
+    const [low, high] = this.ends;
+    this.ticks = this.log ? logTicks(low, high) : linearTicks(low, high, this.height / 40);
+    const longest = Math.max(0, ...this.ticks.map((tick) => this.tick(tick).length));
+    return { height: this.height, left: Math.max(AXIS_WIDTH, 14 + 6.4 * longest) };
   }
 
-  setSeries(series, xs = this.xs) {
-    this.xs = xs;
-    this.take(series);
-    this.outdate("series");
-  }
-
-  take(series) {
-    this.series = series;
-    this.top = this.log ? usefulTop(series) : Infinity;
-    // A bar of height zero would be drawn as a dash on the axis.
-    this.data = [this.xs, ...series.map((one) => drawable(one.values, this.log || one.kind === "bars"))];
-    this.parts = series.map((one, index) => this.partsOf(this.data[index + 1], one.joins ?? (this.measured ? isNext : () => true)));
-    const isEmpty = this.data.slice(1).every((values) => values.every((value) => value === null));
-    this.empty.hidden = !(this.log && series.length && isEmpty);
-    this.buildLegend();
-  }
-
-  // Return the gaps of a line, as [from, to] steps, and the places of values that no line reaches.
-  partsOf(values, joins) {
-    const [gaps, alone] = [[], []];
-    let [before, isJoined] = [-1, true]; // the previous value, and whether it is joined to the one before it
-    for (let place = 0; place <= values.length; place++) {
-      if (values[place] === undefined && place < values.length) continue;
-      const joined = place < values.length && values[place] !== null && before >= 0 && values[before] !== null && joins(this.xs[before], this.xs[place]);
-      if (before >= 0 && !joined) {
-        if (!isJoined && values[before] !== null) alone.push(before);
-        if (gaps.length && gaps.at(-1)[1] === this.xs[before]) gaps.at(-1)[1] = this.xs[place] ?? Infinity;
-        else gaps.push([this.xs[before], this.xs[place] ?? Infinity]);
-      }
-      [before, isJoined] = [place, joined];
+  // The ends of the vertical axis: around the values in view; whole decades if it is logarithmic.
+  yLimits() {
+    if (this.limits !== null) return this.limits;
+    const known = this.series.flatMap((one) => valuesIn(one, this.range)).filter((value) => !this.log || (value > 0 && value <= this.top));
+    if (!known.length) return this.log ? [0.1, 10] : [0, 1];
+    let [low, high] = limitsOf(known);
+    if (this.log) {
+      const [first, last] = [Math.floor(Math.log10(low) + 1e-9), Math.ceil(Math.log10(high) - 1e-9)];
+      return [Number(`1e${first}`), Number(`1e${Math.max(last, first + 1)}`)];
     }
-    return { gaps, alone };
+    [low, high] = [Math.min(low, 0), Math.max(high, 0)];
+    const more = 0.06 * (high - low) || 1;
+    return [low < 0 ? low - more : 0, high > 0 || low === 0 ? high + more : 0];
   }
 
-  // uPlot can change its range and width; any other change needs a new uPlot.
-  outdate(what) {
-    this.mustBuild ||= what !== "range" && what !== "width";
-    super.outdate();
+  yOf(value, { top, height }) {
+    const [low, high] = this.log ? this.ends.map(Math.log10) : this.ends;
+    return top + height - (((this.log ? Math.log10(Math.max(value, Number.MIN_VALUE)) : value) - low) / (high - low)) * height;
   }
 
-  draw() {
-    if (this.plot && !this.mustBuild) {
-      if (this.plot.width !== this.width) this.plot.setSize({ width: this.width, height: this.height });
-      this.plot.redraw(true, true);
-      this.plot.setData(this.data, true); // computes the scales from the shared range
-      return;
+  paint() {}
+
+  drawMarks(context, box, positionOf) {
+    super.drawMarks(context, box, positionOf, box.height);
+  }
+
+  labels(context, box) {
+    const { left, top, width, height } = box;
+    Object.assign(context, { textAlign: "right", textBaseline: "middle", fillStyle: colour("muted"), strokeStyle: colour("grid") });
+    for (const tick of this.ticks) {
+      const y = this.yOf(tick, box);
+      if (y < top - 1 || y > top + height + 1) continue;
+      context.strokeRect(left, Math.round(y) + 0.5, width, 0);
+      context.fillText(this.tick(tick), left - 8, y);
     }
-    this.plot?.destroy();
-    this.plot = new uPlot(this.options(), this.data, this.node);
-    this.mustBuild = false;
+    const places = { range: this.range, xOf: (step) => this.xOf(step), yOf: (value) => this.yOf(value, box) };
+    for (const one of this.series) {
+      if (one.marksNonFinite) drawNonFinite(context, box, one, places);
+      context.globalAlpha = 1;
+      if (one.kind) this.drawBars(context, box, one);
+      else drawLine(context, box, one, { ...places, joins: one.joins });
+      if (this.top < Infinity) this.drawBeyond(context, box, one);
+    }
   }
 
-  options() {
-    const grid = { stroke: () => colour("grid"), width: 1 };
-    const axis = { stroke: () => colour("muted"), font: CHART_FONT, grid, ticks: { ...grid, size: 4 }, gap: 4, filter: (plot, ticks) => ticks };
-    const stepTicks = (plot) => axisTicks(plot.width / 72);
-    return {
-      width: this.width || 300,
-      height: this.height,
-      legend: { show: false },
-      padding: [18, 22, 0, 0],
-      cursor: {
-        drag: { x: true, y: false, setScale: false },
-        points: { size: 7 },
-        bind: { dblclick: () => () => resetRange() },
-      },
-      select: { show: true },
-      scales: {
-        x: { time: false, distr: 100, fwd: placeOf, bwd: stepAtPlace, range: () => view.range },
-        y: { distr: this.log ? 3 : 1, log: 10, range: (plot, low, high) => this.yRange(low, high) },
-      },
-      axes: [
-        { ...axis, space: 64, size: 30, splits: (plot) => stepTicks(plot).map(({ step }) => step), values: (plot) => stepTicks(plot).map(({ text }) => text) },
-        {
-          ...axis,
-          incrs: ALL_SIZES,
-          // uPlot's own ticks end at 1e32, and the axis with them; a diverging training exceeds that.
-          splits: (plot, axis, low, high) => (this.log ? logTicks(low, high) : linearTicks(low, high, this.height / 40)),
-          size: (plot, texts) => axisWidth(texts),
-          values: (plot, ticks) => ticks.map(this.tick),
-        },
-      ],
-      series: [{}, ...this.series.map((one, index) => this.plotSeries(one, this.parts[index]))],
-      hooks: {
-        drawAxes: [(plot) => drawGaps(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true), this.measured), (plot) => this.drawBars(plot), (plot) => this.drawNonFinite(plot)],
-        draw: [(plot) => this.drawBeyond(plot), (plot) => drawFlags(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true))],
-        setCursor: [(plot) => this.onCursor(plot)],
-        setSelect: [(plot) => this.onSelect(plot)],
-      },
-    };
-  }
-
-  drawBars(plot) {
-    const { ctx: context, bbox: box } = plot;
-    const position = (value, axis) => plot.valToPos(value, axis, true);
-    const [width, thick] = [2 * devicePixelRatio, 2 * devicePixelRatio];
-    context.save();
-    context.beginPath();
-    context.rect(box.left, box.top, box.width, box.height);
-    context.clip();
-    this.series.forEach((one, index) => {
-      context.fillStyle = colour(one.colour);
-      if (one.kind !== "bars" && one.kind !== "tops") return;
-      this.data[index + 1].forEach((value, place) => {
-        if (value === null || value === undefined || this.xs[place] < view.range[0] || this.starts[place] > view.range[1]) return;
-        const top = position(value, "y");
-        this.measured.eachWithin(this.starts[place], this.xs[place], (from, to) => {
-          const [left, right] = [position(from - 0.5, "x"), position(to + 0.5, "x")];
-          const more = Math.max(0, (width - (right - left)) / 2);
-          context.fillRect(left - more, top, right - left + 2 * more, one.kind === "tops" ? thick : box.top + box.height - top);
-        });
+  drawBars(context, { left, top, width, height }, { xs, starts, values, kind, colour: name }) {
+    const [low, high] = this.range;
+    context.fillStyle = colour(name);
+    for (let place = 0; place < xs.length; place++) {
+      if (!(values[place] > 0) || xs[place] < low || starts[place] > high) continue;
+      const y = clamp(this.yOf(values[place], this.box), top, top + height);
+      this.measured.eachWithin(starts[place], xs[place], (from, to) => {
+        const [start, end] = [from - 0.5, to + 0.5].map((step) => clamp(this.xOf(step), left, left + width));
+        context.fillRect(start, y, Math.max(end - start, 2), kind === "tops" ? 2 : top + height - y);
       });
-    });
-    context.restore();
-  }
-
-  // Mark logged values that were NaN or infinite: a band as wide as the row, opaque at the bottom.
-  drawNonFinite(plot) {
-    const { ctx: context, bbox: box } = plot;
-    context.save();
-    context.fillStyle = colour("nonfinite");
-    for (const one of this.series.filter((series) => series.marksNonFinite)) {
-      for (let index = 0; index < this.xs.length; index++) {
-        if (Number.isFinite(one.values[index]) || one.values[index] == null) continue;
-        const middle = (other) => clamp(plot.valToPos((this.xs[index] + (this.xs[other] ?? this.xs[index])) / 2, "x", true), box.left, box.left + box.width);
-        const [from, to] = [middle(index - 1), middle(index + 1)];
-        const width = to <= box.left || from >= box.left + box.width ? 0 : Math.max(to - from, 2 * devicePixelRatio);
-        context.globalAlpha = 0.2;
-        context.fillRect(from, box.top, width, box.height);
-        context.globalAlpha = 1;
-        context.fillRect(from, box.top + box.height - 5 * devicePixelRatio, width, 5 * devicePixelRatio);
-      }
     }
-    context.restore();
   }
 
   // Draw a triangle at the top edge for a value beyond it.
-  drawBeyond(plot) {
-    if (this.top === Infinity) return;
-    const { ctx: context, bbox: box } = plot;
-    const size = 5 * devicePixelRatio;
-    for (const one of this.series) {
-      context.fillStyle = colour(one.colour);
-      for (let index = 0; index < this.xs.length; index++) {
-        const x = plot.valToPos(this.xs[index], "x", true);
-        if (!(one.values[index] > this.top) || !Number.isFinite(one.values[index]) || x < box.left || x > box.left + box.width) continue;
-        context.beginPath();
-        context.moveTo(x, box.top);
-        context.lineTo(x - size, box.top + 1.6 * size);
-        context.lineTo(x + size, box.top + 1.6 * size);
-        context.fill();
-      }
+  drawBeyond(context, { left, top, width }, { xs, values, colour: name }) {
+    context.fillStyle = colour(name);
+    for (let place = 0; place < xs.length; place++) {
+      const x = this.xOf(xs[place]);
+      if (!(values[place] > this.top) || values[place] === Infinity || x < left || x > left + width) continue;
+      context.beginPath();
+      context.moveTo(x, top);
+      context.lineTo(x - 5, top + 8);
+      context.lineTo(x + 5, top + 8);
+      context.fill();
     }
   }
 
-  plotSeries(one, { gaps, alone }) {
-    const stroke = colour(one.colour);
-    if (one.kind !== undefined) return { label: one.label, stroke, paths: () => null, points: { show: false } };
-    const inView = () => gaps.filter(([from, to]) => to > view.range[0] && from < view.range[1]);
-    const positions = (plot) => inView().map((ends) => ends.map((step) => clamp(plot.valToPos(step, "x", true), plot.bbox.left - 1e4, plot.bbox.left + plot.bbox.width + 1e4)));
-    const points = { size: one.size ?? 5, fill: stroke, filter: (plot, series) => this.visibleOf(plot, alone, this.data[series]) };
-    return { label: one.label, stroke, width: one.width ?? 1.75, dash: one.dash, gaps: positions, points };
+  valueAt({ xs, values }, step) {
+    const place = lastAtMost(xs, step);
+    return xs[place] === step ? values[place] : undefined;
   }
 
-  // Of the places of values, return those in view whose points do not lie on each other.
-  visibleOf(plot, places, values) {
-    const kept = new Map();
-    for (const place of places) {
-      if (this.xs[place] < view.range[0] || this.xs[place] > view.range[1]) continue;
-      const [x, y] = [plot.valToPos(this.xs[place], "x"), plot.valToPos(values[place], "y")].map((pixel) => Math.round(pixel / 2));
-      kept.set(x * 1e5 + y, place);
-    }
-    return [...kept.values()].sort((a, b) => a - b);
-  }
-
-  yRange(low, high) {
-    if (this.limits !== null) return this.limits;
-    if (low === null || high === null) return this.log ? [0.1, 10] : [0, 1];
-    if (this.log) {
-      const top = Math.max(Math.min(high, this.top), low * 2);
-      return uPlot.rangeLog(low, top, 10, false);
-    }
-    return uPlot.rangeNum(Math.min(low, 0), high === low && high === 0 ? 1 : high, { min: { pad: 0.05, soft: 0, mode: 1 }, max: { pad: 0.08, soft: 0, mode: 2 } });
-  }
-
-  onSelect(plot) {
-    if (plot.select.width < 4) return;
-    const low = plot.posToVal(plot.select.left, "x");
-    const high = plot.posToVal(plot.select.left + plot.select.width, "x");
-    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-    setRange(low, high);
-  }
-
-  onCursor(plot) {
-    const index = plot.cursor.idx;
-    this.showValues(index ?? null);
-    if (!this.following) setStep(index === null || index === undefined ? null : this.xs[index], this);
-  }
-
-  followStep() {
-    this.following = true;
-    const left = view.step === null ? -10 : this.plot.valToPos(view.step, "x");
-    this.plot.setCursor({ left, top: left < 0 ? -10 : 12 });
-    this.following = false;
-  }
-
-  onKey(event) {
-    const moved = moveByKey(event, this.xs, view.step);
-    if (moved === undefined) return;
-    event.preventDefault();
-    setStep(moved, null);
-  }
-
-  buildLegend() {
-    this.legendStep = element("span", { class: "legend-step" });
-    this.legendValues = this.series.map(() => element("span", { class: "legend-value" }));
-    const entries = this.series.map((one, index) => {
-      const label = element("span", { class: "legend-label", title: one.label }, one.label);
-      return element("span", { class: "legend-entry" }, swatch(one.colour, one.kind === "bars" ? "block" : ""), label, this.legendValues[index]);
-    });
-    this.legend.replaceChildren(this.legendStep, ...entries);
-    this.showValues(null);
-  }
-
-  // Show the values under the cursor; without a cursor, the last values that are not missing.
-  showValues(index) {
-    this.legendStep.textContent = index === null ? "last" : stepText(this.xs[index]);
-    this.series.forEach((one, line) => {
-      const value = index === null ? one.values.findLast((value) => value != null && !Number.isNaN(value)) : one.values[index];
-      this.legendValues[line].textContent = (one.format ?? this.format)(value);
-    });
+  describe(step) {
+    return [stepText(step), ...this.series.map((one) => `${one.label}: ${(one.format ?? this.format)(this.valueAt(one, step))}`)];
   }
 
   tableContent() {
-    return { head: ["step", ...this.series.map((one) => one.label)], rows: this.xs.map((step, index) => [step, ...this.series.map((one) => one.values[index])]) };
+    return { head: ["step", ...this.series.map((one) => one.label)], rows: Array.from(this.steps, (step) => [step, ...this.series.map((one) => this.valueAt(one, step))]) };
   }
 }
 
 // Return the end of a logarithmic axis such that a few values of 1e22 do not compress a run of ones: four decades above
 // the 90th percentile. Infinity if no value is far beyond that.
-function usefulTop(series) {
-  const known = series.flatMap((one) => Array.from(one.values).filter((value) => Number.isFinite(value) && value > 0)).sort((a, b) => a - b);
-  if (known.length === 0) return Infinity;
+function usefulTop(values) {
+  const known = values.filter((value) => value > 0).sort((a, b) => a - b);
   const top = 1e4 * known[Math.floor(0.9 * (known.length - 1))];
-  return known[known.length - 1] > 100 * top ? top : Infinity;
+  return known.at(-1) > 100 * top ? top : Infinity;
 }
 
 // Return ticks: decades (at most about seven) if the axis spans several, otherwise 1, 2 and 5.
@@ -296,9 +220,3 @@ function logTicks(low, high) {
   }
   return ticks.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
 }
-
-// Plots below each other have the same left edge, unless a label needs more space.
-const AXIS_WIDTH = 62;
-
-const axisWidth = (texts) => Math.max(AXIS_WIDTH, 14 + 6.4 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
-

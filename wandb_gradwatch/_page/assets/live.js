@@ -15,23 +15,19 @@ function widgets() {
     node.value = value;
     fire(node, node.tagName === "SELECT" ? "change" : "input");
   };
-  const setOpen = (node, value) => {
-    node.open = value;
-    fire(node, "toggle"); // fill it now: the browser's own event comes after the scroll position is restored
-  };
   const kinds = [
     ["input[type=search], select", (node) => node.value, setField],
     [".segmented", (node) => node.querySelector('[aria-pressed="true"]')?.dataset.value, (node, value) => [...node.children].find((button) => button.dataset.value === value)?.click()],
-    ["details.data", (node) => node.open, setOpen],
-    [".picker-list, .scroll", (node) => node.scrollTop, (node, value) => (node.scrollTop = value)],
-    ["input, select, button, canvas, .plot, summary", (node) => node === document.activeElement, (node) => node.focus({ preventScroll: true })],
+    ["details", (node) => node.open, (node, value) => (node.open = value)],
+    [".scroll", (node) => node.scrollTop, (node, value) => (node.scrollTop = value)],
+    ["input, select, button, canvas, summary", (node) => node === document.activeElement, (node) => node.focus({ preventScroll: true })],
   ];
   return kinds.flatMap(([selector, get, set]) =>
     [...page.querySelectorAll(selector)].map((node) => ({ key: keyOf(node, selector), get: () => get(node), set: (value) => set(node, value) })),
   );
 }
 
-async function rebuild() {
+function rebuild() {
   const before = new Map(widgets().map(({ key, get }) => [key, get()]));
   // Keep the element at the top of the window in place, whatever changes its height above it.
   const anchor = [...page.querySelectorAll("section[id]")].find((section) => section.getBoundingClientRect().bottom > 60);
@@ -40,25 +36,14 @@ async function rebuild() {
   for (const { key, get, set } of widgets()) {
     if (before.has(key) && before.get(key) !== get()) set(before.get(key));
   }
-  await new Promise((done) => queueMicrotask(done)); // uPlot lays out its charts in a microtask
   const again = document.getElementById(id);
   if (again) window.scrollBy(0, again.getBoundingClientRect().top - top);
 }
 
-// Show how long ago the newest row was logged, while the run is running.
+// When the newest row was logged, while the run is running.
 function rowAge() {
   const { newestAt, finished } = content.run;
-  if (finished || newestAt === null || newestAt === undefined) return null;
-  const node = element("span", { id: "age" });
-  const tell = () => {
-    if (!node.isConnected && node.textContent) return clearInterval(timer);
-    const seconds = Math.max(0, Math.round(Date.now() / 1000 - newestAt));
-    const [count, unit] = seconds < 120 ? [seconds, "s"] : seconds < 7200 ? [Math.round(seconds / 60), "min"] : [Math.round(seconds / 3600), "h"];
-    node.textContent = `newest row ${count} ${unit} ago`;
-  };
-  const timer = setInterval(tell, 1000);
-  tell();
-  return node;
+  return finished || newestAt == null ? null : element("span", { id: "age" }, "newest row at " + new Date(1000 * newestAt).toLocaleTimeString());
 }
 
 async function follow() {
@@ -76,7 +61,7 @@ async function follow() {
     const started = performance.now();
     const data = await answer.json();
     await load(data.content, data.arrays);
-    await rebuild();
+    rebuild();
     document.documentElement.dataset.version = content.version;
     pause = Math.max(POLL, 10 * (performance.now() - started));
   }

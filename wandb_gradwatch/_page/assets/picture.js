@@ -30,7 +30,7 @@ function drawStale(wanted = near) {
 }
 
 // Hatch the gaps between measured steps. `box` is in device pixels; points at both ends stay free.
-function drawGaps(context, box, positionOf, measured) {
+function drawGaps(context, box, positionOf, measured, range = view.range) {
   const [size, free] = [Math.round(7 * devicePixelRatio), 3 * devicePixelRatio];
   const tile = element("canvas", { width: size, height: size });
   const line = tile.getContext("2d");
@@ -42,7 +42,7 @@ function drawGaps(context, box, positionOf, measured) {
   line.stroke();
   context.save();
   context.fillStyle = context.createPattern(tile, "repeat");
-  measured?.eachGap((from, to) => {
+  measured?.eachGap(range, (from, to) => {
     const [left, right] = [Math.max(positionOf(from) + free, box.left), Math.min(positionOf(to) - free, box.left + box.width)];
     if (right - left > 1) context.fillRect(left, box.top, right - left, box.height);
   });
@@ -51,13 +51,24 @@ function drawGaps(context, box, positionOf, measured) {
 
 const pictures = new Map(); // by node
 
-// Paper is narrower than the window: before printing, all pictures are redrawn for the paper, and afterwards for the window.
+const isPrinting = () => "printing" in document.documentElement.dataset;
+
+// Paper is narrower than the window: before printing, pictures are unfolded and redrawn for the paper, and each canvas is
+// replaced by an image, because some browsers print a canvas blank.
 addEventListener("beforeprint", () => {
   document.documentElement.dataset.printing = "";
+  for (const details of page.querySelectorAll(":is(#more, .told):not([open])")) Object.assign(details, { open: true }).dataset.folded = "";
   for (const [node, picture] of pictures) picture.setWidth(node.clientWidth);
   drawStale(stale);
+  for (const canvas of page.querySelectorAll("canvas:not(.overlay)")) {
+    canvas.after(element("img", { class: "printed", src: canvas.toDataURL(), alt: canvas.getAttribute("aria-label") }));
+  }
 });
-addEventListener("afterprint", () => delete document.documentElement.dataset.printing);
+addEventListener("afterprint", () => {
+  delete document.documentElement.dataset.printing;
+  for (const image of page.querySelectorAll(".printed")) image.remove();
+  for (const details of page.querySelectorAll("[data-folded]")) Object.assign(details, { open: false }).removeAttribute("data-folded");
+});
 
 const widths = new ResizeObserver((entries) => {
   for (const { target, contentRect } of entries) pictures.get(target).setWidth(contentRect.width);
@@ -75,9 +86,9 @@ class Picture {
     this.width = Math.floor(node.clientWidth);
     pictures.set(node, this);
     for (const observer of [nearness, widths]) observer.observe(node);
-    for (const what of ["range", "axis", "theme"]) on(what, () => this.outdate(what));
+    for (const what of ["range", "theme"]) on(what, () => this.outdate(what));
     on("step", (source) => source === this || this.followStep());
-    this.draw();
+    if (this.width) this.draw(); // otherwise it is folded
   }
 
   setWidth(found) {
@@ -93,10 +104,10 @@ class Picture {
 }
 
 // Arrow keys move over the steps in view; returns undefined for keys without a meaning here.
-function moveByKey(event, steps, current) {
+function moveByKey(event, steps, current, range = view.range) {
   if (event.key === "Escape") return null;
-  const low = Math.max(0, lastAtMost(steps, view.range[0] - 1e-9) + 1);
-  const high = lastAtMost(steps, view.range[1]);
+  const low = Math.max(0, lastAtMost(steps, range[0] - 1e-9) + 1);
+  const high = lastAtMost(steps, range[1]);
   if (high < low) return undefined;
   const place = current === null ? null : nearestIndex(steps, current);
   const far = event.shiftKey ? 10 : 1;
@@ -112,7 +123,7 @@ function moveByKey(event, steps, current) {
 // Touch: one finger moves the cursor, two fingers move and stretch the steps; vertical scrolling of the page still works.
 // partAt(event) returns the horizontal position in the picture, from 0 to 1; show(event) moves the cursor there.
 function onTouch(node, { partAt, show, leave }) {
-  const fingers = new Map(); // by id: the position on the axis that a finger holds, and its current position
+  const fingers = new Map(); // by id: the step that a finger holds, and its current position
 
   function stretch() {
     const [first, second] = [...fingers.values()].sort((a, b) => a.part - b.part);
@@ -120,13 +131,13 @@ function onTouch(node, { partAt, show, leave }) {
     if (apart < 0.02 || second.place <= first.place) return;
     const across = (second.place - first.place) / apart;
     const low = first.place - first.part * across;
-    setRange(stepAtPlace(low), stepAtPlace(low + across));
+    setRange(low, low + across);
   }
 
   node.addEventListener("pointerdown", (event) => {
     if (event.pointerType !== "touch") return;
     fingers.set(event.pointerId, { part: partAt(event) });
-    for (const finger of fingers.values()) finger.place = placeOf(stepAcross(finger.part));
+    for (const finger of fingers.values()) finger.place = stepAcross(finger.part);
     if (fingers.size === 1) show(event);
     else leave();
   });

@@ -28,9 +28,8 @@ function previewPanel({ text, title, keys, log, limits, left, isOwn, lines }) {
   node.append(host);
   const [low, high] = limits;
   const stepsOf = ({ steps, count }) => (steps === null ? content.steps : float64At(steps, count));
-  const [xs, ...values] = uPlot.join(lines.map((line) => [stepsOf(line), float32At(line.values, line.count)].map((one) => Array.from(one))));
-  const series = lines.map(({ label }, index) => ({ label, values: values[index], colour: lineColour(index), width: 1.5 }));
-  queue(() => new LineChart(host, { label: title, xs, measured: isOwn ? null : run.measured, series, log, limits: low === null || high === null ? null : [low, high], height: 190 }));
+  const series = lines.map((line, index) => ({ label: line.label, xs: stepsOf(line), values: float32At(line.values, line.count), colour: lineColour(index), width: 1.5 }));
+  queue(() => new LineChart(host, { label: title, xs: content.steps, measured: isOwn ? null : run.measured, series, log, limits: low === null || high === null ? null : [low, high], height: 190 }));
   if (left) node.append(hint(`and ${plural(left, "more line")}`));
   return node;
 }

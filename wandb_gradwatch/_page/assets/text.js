@@ -25,12 +25,12 @@ function swatch(colour, kind = "") {
 
 const hint = (text) => element("p", { class: "hint" }, text);
 
-// A card: title, picture, and the explanation beside it.
-function card(key, { isWide = true } = {}) {
+// A card: title, picture, and a folded explanation.
+function card(key) {
   const { title, healthy, otherwise } = content.words[key];
   const picture = element("div", { class: "picture" });
-  const words = element("aside", { class: "words" }, element("h3", {}, "Healthy"), element("p", {}, healthy), element("h3", {}, "Otherwise"), element("p", {}, otherwise));
-  const node = element("section", { class: "card" + (isWide ? " wide" : ""), id: key }, element("h2", {}, title), element("div", { class: "beside" }, picture, words));
+  const words = element("details", { class: "words" }, element("summary", {}, "Healthy, and otherwise"), element("p", {}, healthy), element("p", {}, otherwise));
+  const node = element("section", { class: "card", id: key }, element("h2", {}, title), picture, words);
   return { node, picture };
 }
 
@@ -71,19 +71,11 @@ function formatShare(value) {
 
 const formatShareTick = (value) => Number((value * 100).toPrecision(6)) + " %";
 
-// Shorten a name to fit a label. Modules are abbreviated to their first letter, outer ones first, because numbers and the
-// layer's own name distinguish rows. A name that is still too long keeps both ends.
+// Shorten a name to fit a label: its end says more than its beginning, from the first module that fits.
 function shorten(name, length) {
-  const parts = name.split(/(?<=[./])/);
-  const outer = parts.slice(0, -2).map((_, index) => index);
-  for (const index of [...outer, parts.length - 1, parts.length - 2]) {
-    if (parts.join("").length <= length) break;
-    if (index >= 0 && parts.length > 1) parts[index] = parts[index].replace(/^([^0-9./])[^./]*/, "$1");
-  }
-  name = parts.join("");
   if (name.length <= length) return name;
-  const tail = Math.ceil((length - 1) * 0.6);
-  return name.slice(0, length - 1 - tail) + "…" + name.slice(name.length - tail);
+  const end = name.slice(name.length - Math.max(length - 1, 1));
+  return "…" + end.replace(/^[^./]{1,12}[./](?=.)/, "");
 }
 
 const plural = (count, one, many = one + "s") => whole(count) + " " + (count === 1 ? one : many);
@@ -99,25 +91,6 @@ function linearTicks(low, high, most) {
     ticks.push(Math.abs(tick) < step * 1e-9 ? 0 : Number(tick.toPrecision(12)));
   }
   return ticks;
-}
-
-const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400]; // seconds between ticks
-
-function timeTicks(low, high, most) {
-  const rough = (high - low) / Math.max(most, 1);
-  if (rough < 1) return linearTicks(low, high, most);
-  const step = TIMES.find((size) => size >= rough) ?? 86400 * Math.ceil(rough / 86400);
-  return Array.from({ length: Math.max(0, Math.floor(high / step) - Math.ceil(low / step) + 1) }, (_, index) => (Math.ceil(low / step) + index) * step);
-}
-
-// 4.2 s, 3:20 min, 1:03:20 h, 2 d 4:00 h.
-function formatDuration(seconds) {
-  if (Math.abs(seconds) < 60) return Number(seconds.toFixed(2)) + " s";
-  const whole = Math.round(Math.abs(seconds));
-  const two = (number) => String(number).padStart(2, "0");
-  const [days, hours, minutes] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60];
-  const text = days ? `${days} d ${hours}:${two(minutes)} h` : hours ? `${hours}:${two(minutes)}:${two(whole % 60)} h` : `${minutes}:${two(whole % 60)} min`;
-  return (seconds < 0 ? "-" : "") + text;
 }
 
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);

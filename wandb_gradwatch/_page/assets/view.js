@@ -1,4 +1,4 @@
-// The state that all pictures share: the range of steps, the step under the pointer, and the horizontal axis.
+// The state that all pictures share: the range of steps and the step under the pointer.
 
 // From the first step to the last of the gradients and of the user's scalars; a step is as wide as 1.
 function fullRange() {
@@ -9,17 +9,8 @@ function fullRange() {
 
 let FULL_RANGE = [0, 1];
 
-// All positions are kept in optimizer steps, and drawn at their position on the horizontal axis.
-const STEP_AXIS = { label: "optimizer step", isTime: false, steps: [0, 1], values: [0, 1] };
-
-const placeOf = (step) => between(view.axis.steps, view.axis.values, step);
-const stepAtPlace = (place) => between(view.axis.values, view.axis.steps, place);
-
 // Return the step at a part of the width, from 0 to 1.
-function stepAcross(part) {
-  const [low, high] = view.range.map(placeOf);
-  return stepAtPlace(low + part * (high - low));
-}
+const stepAcross = (part, [low, high] = view.range) => low + part * (high - low);
 
 // Interpolate linearly between knots, and extrapolate before the first and after the last.
 function between(from, to, value) {
@@ -27,27 +18,15 @@ function between(from, to, value) {
   return to[left] + ((value - from[left]) / (from[left + 1] - from[left])) * (to[left + 1] - to[left]);
 }
 
-// Return the ticks of the range in view: the steps at which the axis has round values, with their labels.
-function axisTicks(most) {
-  const [low, high] = view.range.map(placeOf);
-  const { isTime } = view.axis;
-  const places = isTime ? timeTicks(low, high, most) : linearTicks(low, high, most);
-  const shown = view.axis === STEP_AXIS ? places.filter(Number.isInteger) : places;
-  return shown.map((place) => ({ step: stepAtPlace(place), text: isTime ? formatDuration(place) : whole(place) }));
-}
-
+// A step, and W&B's own step where that counts something else.
 function stepText(step) {
-  const text = atStep(step);
-  if (view.axis === STEP_AXIS) return text;
-  const place = placeOf(step);
-  return `${text} · ${view.axis.isTime ? formatDuration(place) : `${view.axis.label} ${formatNumber(place, 4)}`}`;
+  const other = content.wandbSteps;
+  return atStep(step) + (other ? ` · W&B step ${whole(Math.round(between(other.steps, other.values, step)))}` : "");
 }
 
 const view = {
   range: [...FULL_RANGE],
   step: null, // the step under the pointer of any picture
-  axis: STEP_AXIS,
-  opened: new Set(), // opened branches of the tree of layers
 };
 
 // The view is kept in the URL, so that a reloaded page, or a shared link, shows it again.
@@ -61,7 +40,7 @@ function viewOfAddress() {
 
 function viewToAddress() {
   const grids = Object.fromEntries(run.grids.filter((grid) => grid.isTouched).map((grid) => [grid.key, grid.state()]));
-  const state = { range: isZoomed() ? view.range : null, grids, axis: view.axis === STEP_AXIS ? null : view.axis.label, theme: chosenTheme };
+  const state = { range: isZoomed() ? view.range : null, grids, theme: chosenTheme };
   history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(state)));
 }
 
@@ -72,13 +51,12 @@ function resetView() {
   view.range = Array.isArray(before.range) ? before.range.map((step) => clamp(Number(step), ...FULL_RANGE)) : [...FULL_RANGE];
   if (!(view.range[1] > view.range[0])) view.range = [...FULL_RANGE];
   view.step = null;
-  view.axis = content.axes.find(({ label }) => label === before.axis) ?? STEP_AXIS;
   chosenTheme = before.theme ?? null;
   showTheme();
   for (const list of Object.values(listeners)) list.length = 0;
 }
 
-const listeners = { range: [], step: [], axis: [], grid: [], theme: [] };
+const listeners = { range: [], step: [], grid: [], theme: [] };
 
 function on(what, listener) {
   listeners[what].push(listener);
@@ -104,11 +82,6 @@ function resetRange() {
 }
 
 const isZoomed = () => view.range[0] !== FULL_RANGE[0] || view.range[1] !== FULL_RANGE[1];
-
-function setAxis(label) {
-  view.axis = content.axes.find((axis) => axis.label === label) ?? STEP_AXIS;
-  announce("axis");
-}
 
 function setStep(step, source) {
   if (step === view.step) return;
