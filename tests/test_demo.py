@@ -67,6 +67,7 @@ def test_what_is_printed_is_what_is_in_the_file(finished: tuple[int, str, Path, 
     assert f"Gradients of {len(history.names)} parameters, steps 1 to {STEPS}" in words
     page = re.search(r"a page +(\S+)", printed)
     assert (Path.cwd() / page[1]).resolve() == (output / demo.PAGE_NAME).resolve()
+    assert (output / demo.PAGE_NAME).stat().st_size < 1_000_000
     assert (output / demo.PAGE_NAME).stat().st_size > 0
     run_folder = re.search(r"leet (\S+)", printed)
     assert read_run(run_folder[1]).run_id == history.run_id

@@ -570,6 +570,43 @@ def test_an_incident_is_told_with_its_parts(show: Opener, history: RunHistory, w
     assert page.locator("#layers .legend-label").all_inner_texts() == ["head.weight", BROKEN]
 
 
+def test_a_strip_has_the_ten_steps_before_an_incident_to_the_thirty_after(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    canvas, tooltip = (page.locator(f"#incident-2 {part}").first for part in ("canvas", ".tooltip"))  # of step 265
+    canvas.scroll_into_view_if_needed()
+    canvas.focus()
+    told = {}
+    for step in range(255, 296):
+        page.keyboard.press("Home" if step == 255 else "ArrowRight")
+        first, *values = tooltip.inner_text().split("\n")
+        told[first.partition(" · ")[0]] = dict(value.split(": ", 1) for value in values)
+    page.keyboard.press("ArrowRight")
+    assert tooltip.inner_text().startswith("step 295")  # the last
+    assert list(told) == [f"step {step}" for step in range(255, 296)]
+    norms = dict(zip(history.samples.steps.tolist(), history.samples.norms.tolist(), strict=True))
+    assert float(told["step 262"]["gradient norm before clipping"]) == pytest.approx(norms[262], rel=6e-3)
+    assert told["step 265"]["gradient norm before clipping"].endswith("of the finite rest, 12 NaN or Inf")
+    assert told["step 265"][BROKEN] == "NaN or Inf"
+    # The received norm is kept for the flight recorder's steps, 261 to 270, and for the last step of each row.
+    known = [step for step, values in told.items() if values["gradient norm received"] != "not kept"]
+    assert known == [f"step {step}" for step in (260, *range(261, 271), 280, 290)]
+    assert float(told["step 262"]["gradient norm received"]) == pytest.approx(2.0, rel=6e-3)  # the limit
+
+
+def test_the_five_layers_that_changed_most_have_rows_that_can_be_read(show: Opener, history: RunHistory) -> None:
+    page = show(history)  # 76 layers, of which each would have nine pixels
+    height = page.locator("#layers .frame canvas").first.bounding_box()["height"]
+    names = []
+    for row in range(5):
+        for part in (0.1, 0.9):
+            hover(page, "#layers .frame canvas", 0.6, (18 + 15 * (row + part)) / height)
+            names.append(page.locator("#layers .tooltip").first.inner_text().split("\n")[0])
+    assert names[::2] == names[1::2]
+    assert len(set(names)) == 5
+    assert names[0] == BROKEN
+    assert sorted(page.locator("#layers .legend-label").all_inner_texts()) == sorted(set(names))  # drawn below, too
+
+
 def test_an_incident_of_which_little_is_known_says_no_more(show: Opener, history: RunHistory) -> None:
     known = Incident("mine", "My rule", "INFO", 7, 7, 7, "", recovered_step=9)
     page = show(replace(history, incidents=(known,)))
@@ -654,17 +691,17 @@ def test_the_theme_button_repaints_everything(show: Opener, history: RunHistory)
 
 
 COUNT_PAINTINGS = """() => {
-  const paint = CanvasRenderingContext2D.prototype.putImageData;
-  CanvasRenderingContext2D.prototype.putImageData = function (...all) {
+  const scale = CanvasRenderingContext2D.prototype.scale;
+  CanvasRenderingContext2D.prototype.scale = function (...all) {
     window.paintings++;
-    paint.apply(this, all);
+    scale.apply(this, all);
   };
 }"""
 
 
 def test_pictures_are_drawn_once_per_frame_and_only_in_sight_or_for_print(show: Opener, history: RunHistory) -> None:
     page = show(history)
-    num_frames = page.locator(".frame").count()  # as each paints its image once
+    num_frames = page.locator(".frame").count()  # as each scales its canvas once
     page.evaluate(COUNT_PAINTINGS)
 
     def paintings(act: str) -> int:

@@ -2,7 +2,7 @@
 // A subclass paints the inside and defines the vertical axis; this class does pointer, keyboard, zoom and cursor.
 
 class Frame extends Picture {
-  // A subclass defines: layout(width) -> {height, left}, paint(pixels, width, height), labels(context, box),
+  // A subclass defines: layout(width) -> {height, left}, labels(context, box), optionally paint(pixels, width, height),
   //        describe(step, y, height) -> text lines or null; optionally nextRow(y, height, direction) -> y, and
   //        onChoose(y, height) for a click or Enter. It sets `measured`; `last`, the
   //        steps between which arrow keys move; and `steps`, those that the pointer finds.
@@ -81,9 +81,11 @@ class Frame extends Picture {
     this.box = { left, top: 18, width: Math.max(width - left - 22, 20), height: height - 18 - 28 };
     const context = this.canvas.getContext("2d");
     const { left: x, top: y, width: across, height: down } = this.scaled(this.box);
-    const image = context.createImageData(Math.round(across), Math.round(down));
-    this.paint(new Uint32Array(image.data.buffer), image.width, image.height);
-    context.putImageData(image, Math.round(x), Math.round(y));
+    if (this.paint) {
+      const image = context.createImageData(Math.round(across), Math.round(down));
+      this.paint(new Uint32Array(image.data.buffer), image.width, image.height);
+      context.putImageData(image, Math.round(x), Math.round(y));
+    }
     this.drawMarks(context, this.scaled(this.box), (step) => this.xOf(step) * ratio);
     context.scale(ratio, ratio);
     this.drawAxes(context);

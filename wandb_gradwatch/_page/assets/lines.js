@@ -135,8 +135,6 @@ class LineChart extends Frame {
     return top + height - (((this.log ? Math.log10(Math.max(value, Number.MIN_VALUE)) : value) - low) / (high - low)) * height;
   }
 
-  paint() {}
-
   drawMarks(context, box, positionOf) {
     super.drawMarks(context, box, positionOf, box.height);
   }
