@@ -19,7 +19,7 @@ from processes import script
 from statistics_oracle import assert_row
 
 from wandb_gradwatch._measure import cpu, cpu_compiled, thread_pool
-from wandb_gradwatch._measure.columns import AS_LEFT, Column
+from wandb_gradwatch._measure.columns import AS_LEFT, NUM_COLUMNS, Column
 from wandb_gradwatch._measure.compilation import Compilation
 from wandb_gradwatch._measure.measure import compile_for_cpu, measure, measure_received, resolve_backend
 from wandb_gradwatch._measure.thread_pool import for_each
@@ -183,7 +183,7 @@ def test_the_loops_write_each_column_where_the_schema_has_it(monkeypatch: pytest
     expected = measure(gradients, gradients, backend="compiled").rows
     limits = cpu_compiled._limits
     *others, places = limits(0.0, 0)
-    turned = type(places)(*(len(places) - 1 - place for place in places))
+    turned = np.array([tuple(NUM_COLUMNS - 1 - place for place in places[0])], dtype=places.dtype)
     monkeypatch.setattr(cpu_compiled, "_limits", lambda *_: (*others, turned))
     monkeypatch.setattr(cpu, "of_gradients", lambda rows, *_: torch.from_numpy(rows))
     measured = cpu_compiled._measure(cpu_compiled.LOOPS.wait(), gradients, gradients, 0.0, None, False)

@@ -178,14 +178,14 @@ def _limits(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uint64,
     All for elements * 2**exponent. And the places of the columns.
     """
     threshold = math.ldexp(dead_threshold, -exponent)
-    from .cpu_loops import COLUMNS, Places
+    from .cpu_loops import COLUMNS, PLACES
 
     return (
         np.uint32(max(largest_magnitude_within(threshold, FLOAT32), 0)),
         np.uint64(max(largest_magnitude_within(threshold, FLOAT64), 0)),
         bin_of_code(FLOAT32, exponent),
         bin_of_code(FLOAT64, exponent),
-        Places(*(Column[name].value for name in COLUMNS)),
+        np.array([tuple(Column[name].value for name in COLUMNS)], dtype=PLACES),
     )
 
 

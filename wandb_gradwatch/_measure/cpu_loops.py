@@ -10,7 +10,6 @@ this file imports nothing from the rest of the package and is not split, in spit
 other files (edges of bins, thresholds, places of columns) are arguments.
 """
 
-from collections import namedtuple
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
@@ -37,7 +36,7 @@ COLUMNS: Final = (  # that the loops measure
     *("GRAD_MIN", "GRAD_MAX", "GRAD_ABS_MIN_NONZERO", "RECEIVED_SUM_SQ", "RECEIVED_NUM_NAN", "RECEIVED_NUM_INF"),
     *("PARAM_SUM_SQ", "PARAM_NUM_NONFINITE"),
 )
-Places = namedtuple("Places", COLUMNS)  # of the columns in a row
+PLACES: Final = np.dtype([(name, np.int64) for name in COLUMNS])  # of the columns in a row
 
 # The first index of the table of tensors.
 ADDRESS, SIZE, KIND = 0, 1, 2
@@ -360,17 +359,18 @@ def _parameter(address, size, kind, infinity, scratch, row, at):
         row[at.PARAM_SUM_SQ] += squares
 
 
-def _measure(table, dead32, dead64, bins32, bins64, at, rows, histogram):
+def _measure(table, dead32, dead64, bins32, bins64, places, rows, histogram):
     """Measure pieces of memory: tensors, or parts of them.
 
     Args:
         table: address, number of elements and kind of each gradient's piece, and of its parameter's: [3, 1 or 2, M].
         dead32, dead64: the bits of the largest dead magnitude, as float32 and as float64.
         bins32, bins64: the histogram bin of each code, or B for codes without a bin: [K] each.
-        at: the places of the columns in a row.
+        places: of the columns in a row: [1] of PLACES.
         rows: the output: [M, C].
         histogram: zeros, to be filled in: [M, B], or [M, 0] for no histogram.
     """
+    at = places[0]
     pairs = np.zeros(SLOTS * SLOTS if histogram.shape[1] > 0 else 0, np.uint16)
     scratch32, spare32 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     scratch64, spare64 = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
@@ -448,8 +448,8 @@ def compile_loops(*, cache: bool) -> tuple[Callable[..., None], Callable[..., No
     table = types.int64[:, :, :]  # its rows are not adjacent in a part of a table
     rows, histogram = types.float64[:, ::1], types.int64[:, ::1]
     bins = types.Array(types.int64, 1, "C", readonly=True)
-    at = types.NamedUniTuple(types.int64, len(COLUMNS), Places)
-    of_measure = types.void(table, types.uint32, types.uint64, bins, bins, at, rows, histogram)
+    places = numba.from_dtype(PLACES)[::1]
+    of_measure = types.void(table, types.uint32, types.uint64, bins, bins, places, rows, histogram)
     witnesses = types.float64[:, :, ::1]
     of_witnesses = types.void(table, types.int64[::1], witnesses, witnesses, types.float64[:, ::1])
     return (

@@ -22,8 +22,6 @@ SEGMENT: Final = 512  # elements summed in float32, before float64 sums the segm
 # 2**-126, which lose digits or vanish, are less than 2**-28 of it.
 _SMALL_SQ: Final = 2.0**-98
 
-_EXTREMES: Final = [Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO]
-
 Floats = npt.NDArray[Any]  # float32 or float64
 
 
@@ -83,7 +81,8 @@ def measure_pieces(
         rows_GC[:, Column.NUM_DEAD] = rows_GC[:, Column.NUM_ZERO]
     extremes_3G = np.array([least_G, most_G, smallest_G])
     is_normal = min(smallest_G.tolist()) >> layout.mantissa_bits > 0
-    rows_GC[:, _EXTREMES] = (extremes_3G.view(values.dtype) if is_normal else layout.values(extremes_3G)).T
+    extremes = extremes_3G.view(values.dtype) if is_normal else layout.values(extremes_3G)
+    rows_GC[:, Column.GRAD_MIN], rows_GC[:, Column.GRAD_MAX], rows_GC[:, Column.GRAD_ABS_MIN_NONZERO] = extremes
     if exponent is None:
         return rows_GC, None
     return rows_GC, _histogram(unsigned, bounds, rows_GC[:, Column.NUM_ZERO], layout, exponent)
