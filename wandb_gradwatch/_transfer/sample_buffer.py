@@ -96,7 +96,7 @@ class SampleBuffer:
         """Record that an engine has multiplied the gradients of these parameters before it used them."""
         for buffer, index in self._at(slots):
             here = onto(factor.reshape(()), buffer.device) if isinstance(factor, Tensor) else factor
-            buffer.rows[index, Column.RECEIVED_SUM_SQ] *= here**2
+            buffer.rows[MEASURED, index, Column.RECEIVED_SUM_SQ] *= here**2
 
     def hide_received(self, slots: Sequence[int]) -> None:
         """Mark the received gradients of these parameters as unknown."""
