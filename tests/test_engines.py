@@ -22,7 +22,7 @@ QUICK = (
 )
 # Averages by hand, before which each rank's own gradient is measured if nothing clips; and what needs a GPU.
 LEFT_OUT = ("gradients averaged by hand", "context parallel")
-# Each rank has gradients of its own: a NaN of rank 1 is no part of what rank 0 measures.
+# Each rank has gradients of its own, which a message says: those of rank 0 are compared with one process.
 OWN = ("experts", "PostLocalSGD", "local SGD")
 # What is not installed with the other tools for development: .ci/run installs it apart, and runs these alone.
 APART = {"DeepSpeed": "deepspeed", "Megatron-core": "megatron"}
@@ -40,7 +40,6 @@ def measured(some: tuple[str, ...], world: int) -> dict[str, list[dict]]:
 def check(every_rank: list[dict]) -> None:
     for found in every_rank:
         assert found["outcome"] == "measured"
-        assert found["said"] == []
         tolerance = TOLERANCE[found["precision"]]
         assert max(found["norm"], found["per layer"], found["after clipping"]) < tolerance
         assert found["elements"]
@@ -53,8 +52,12 @@ def check(every_rank: list[dict]) -> None:
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_what_is_measured_is_what_one_process_with_all_batches_has(name):
     every_rank = measured(QUICK if name in QUICK else (name,), REGIMES[name][1])[name]
+    if name.startswith(OWN):
+        check(every_rank[:1])
+        return
     check(every_rank)
-    for found in every_rank if not name.startswith(OWN) else ():
+    for found in every_rank:
+        assert found["said"] == []
         assert found["rank of NaN"]
         assert found["layer of NaN"]
 
@@ -67,4 +70,5 @@ def test_under_engines_with_memory_of_their_own_too(name):
         pytest.skip(f"{module} is not installed; .ci/run installs it apart")
     every_rank = measured((name,), REGIMES[name][1])[name]  # in processes of its own: engines keep global state
     check(every_rank)
+    assert not any(found["said"] for found in every_rank)
     assert all(found["layer of NaN"] or found["skipped"] for found in every_rank)
