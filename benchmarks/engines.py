@@ -57,9 +57,10 @@ HEAD = ("norm", "per layer", "after clipping", "steps", "histogram", "a NaN name
 
 
 @contextlib.contextmanager
-def _nan_in_backward(parameters: list[Any], number: int) -> Iterator[None]:
+def _nan_in_backward(training: Training) -> Iterator[None]:
     """Make this rank's part of a gradient NaN, before an engine averages it if hooks see it then."""
-    first = parameters[number]
+    parameters: list[Any] = training.parameters
+    first = parameters[training.bad]
 
     def spoil(parameter: Any) -> None:
         parameter.grad.mul_(torch.nan)
@@ -72,7 +73,8 @@ def _nan_in_backward(parameters: list[Any], number: int) -> Iterator[None]:
     handle.remove()
     gradients = [local(one.grad) for one in parameters if one.grad is not None]
     if gradients and all(one.isfinite().all() for one in gradients):  # FSDP1 calls no hook of the parameter
-        spoil(next(one for one in parameters if one.grad is not None))
+        training.bad = next(number for number, one in enumerate(parameters) if one.grad is not None)
+        spoil(parameters[training.bad])
 
 
 def _train(name: str, rank: int, world: int, *, poisoned: bool = False, **options: Any) -> tuple[Training, Any, Any]:
@@ -93,7 +95,7 @@ def _train(name: str, rank: int, world: int, *, poisoned: bool = False, **option
         if optimizer is not None:
             optimizer.zero_grad()
         is_bad = poisoned and rank == BAD_RANK and step + 1 == BAD_STEP
-        with _nan_in_backward(training.parameters, training.bad) if is_bad else contextlib.nullcontext():
+        with _nan_in_backward(training) if is_bad else contextlib.nullcontext():
             training.backward(step)
         if optimizer is None:
             training.update()
@@ -134,14 +136,14 @@ def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
     names = [training.rename(name.split(".", 1)[1] if name.startswith("model") else name) for name in snapshot.names]
     order, rows = [names.index(name) for name in truth.names], snapshot.steps - 1
     left, received = Truth.norms(truth.left)[rows], Truth.norms(truth.received)[rows]
-    _, bad_watcher, bad_sink = _train(name, rank, world, poisoned=True, log_every=STEPS)
+    bad, bad_watcher, bad_sink = _train(name, rank, world, poisoned=True, log_every=STEPS)
     bad_watcher.flush()
     before_bad = bad_sink.merged().grad_norm[: BAD_STEP - 1, order]
     clips_itself = training.update is not None
     as_left = truth if clips_itself else training.truth(world, clip=math.inf, **options)
     messages = [alert.text for alert in bad_sink.alerts]
     names_of_bad: list[Any] = [None] * world
-    dist.all_gather_object(names_of_bad, training.name_of_bad)
+    dist.all_gather_object(names_of_bad, bad.name_of_bad)
     return {
         "outcome": "measured",
         "precision": training.precision,

@@ -39,8 +39,7 @@ def engines_that_train(model: nn.Module) -> list[Any]:
 def refusal(engine: Any) -> str | None:
     """Return why the gradients of this engine cannot be measured, and what to do; None: they can be."""
     optimizer = engine.optimizer
-    is_pipeline = hasattr(type(engine), "train_batch") and hasattr(type(engine), "_exec_optimizer_step")
-    averages = engine.pipeline_enable_backward_allreduce if is_pipeline else engine.enable_backward_allreduce
+    averages = engine.pipeline_enable_backward_allreduce if _is_pipeline(engine) else engine.enable_backward_allreduce
     offloads = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer", "offload_param"))
     scales = getattr(optimizer, "torch_autocast_gradscaler", None) or getattr(
         engine, "torch_autocast_z0_gradscaler", None
@@ -61,6 +60,10 @@ def refusal(engine: Any) -> str | None:
     return None
 
 
+def _is_pipeline(engine: Any) -> bool:
+    return any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__)
+
+
 def _num_tensor_parallel(mpu: Any) -> int:
     names = ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size", "get_model_parallel_world_size")
     known = (getattr(mpu, name) for name in names if hasattr(mpu, name))
@@ -75,13 +78,14 @@ class DeepSpeed(Engine):
     def __init__(self, engine: Any, model: nn.Module) -> None:
         self._engine, self._model, self._optimizer = engine, model, engine.optimizer
         kind = {cls.__name__ for cls in type(self._optimizer).__mro__}
-        # The engine itself clips, without keeping the norm
-        self._is_plain = not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
+        self.clips = engine.gradient_clipping() > 0
+        # The engine itself clips, without keeping the norm. In a pipeline the norm is an average over the stages.
+        is_plain = not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
+        self._needs_norm = self.clips and is_plain and not _is_pipeline(engine)
         self._is_zero_3 = "DeepSpeedZeroOptimizer_Stage3" in kind
         self._is_bf16 = "BF16_Optimizer" in kind
         self._is_unfused = "FP16_UnfusedOptimizer" in kind
         self._is_zero_1_or_2 = "DeepSpeedZeroOptimizer" in kind
-        self.clips = engine.gradient_clipping() > 0
         # The engine multiplies the loss for these optimizers only. The others divide the gradients all the same.
         self.scales = engine.fp16_enabled() and hasattr(self._optimizer, "scale_if_loss")
         self.step = Function(engine, "_take_model_step")  # the part of `step` that is made once per update
@@ -157,7 +161,7 @@ class DeepSpeed(Engine):
         return max(0, min(int(size), int(parameter.ds_numel) - rank * int(size)))
 
     def see(self, gradients: Sequence[Tensor]) -> None:
-        if self.clips and self._is_plain:
+        if self._needs_norm:
             self._norm = nn.utils.get_total_norm(gradients)
 
     def groups(self, held: Sequence[Held]) -> list[tuple[Settings, list[Held]]]:
