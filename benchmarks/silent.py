@@ -254,7 +254,7 @@ FAULTS: Final = {
         ),
         Fault(
             "pytorch-115607", "a compiled step() no longer updates anything",
-            frozenset({"updates_undone", "stale_optimizer", "optimizer_settings"}), 6, _compiled_for_no_gradient,
+            frozenset({"updates_undone"}), 6, _compiled_for_no_gradient,
         ),
         Fault(
             "accelerate-2665", "the optimizer holds the parameters of before the preparation",
