@@ -254,7 +254,7 @@ FAULTS: Final = {
         ),
         Fault(
             "pytorch-115607", "a compiled step() no longer updates anything",
-            frozenset({"updates_undone", "stale_optimizer", "optimizer_settings"}), 6, _compiled_for_no_gradient,
+            frozenset({"updates_undone"}), 6, _compiled_for_no_gradient,
         ),
         Fault(
             "accelerate-2665", "the optimizer holds the parameters of before the preparation",
@@ -356,7 +356,10 @@ def main() -> None:
     if arguments.write:
         page = PAGE.read_text(encoding="utf-8")
         before, rest = page.split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}" + "\n".join(lines) + f"\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+        table, after = rest.split(END, 1)
+        of_name = {one.split(" | ")[0]: one for one in (table.splitlines() if arguments.names else [])}
+        of_name |= {one.split(" | ")[0]: one for one in lines}
+        PAGE.write_text(f"{before}{BEGIN}" + "\n".join(of_name.values()) + f"\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -163,8 +163,8 @@ class RankSession:
 
     def _find(self) -> _Session | None:
         """The session, if all ranks watch the same parameters. The number of requests does not grow with the ranks."""
-        listed = self._listed(self.rank, self._watchers)
-        before = listed[: [number for number, _ in listed].index(self._number)]
+        listed = [(one._number, one._digest) for one in _LIVE if one._default is self._default]
+        before = [one for one in listed if one[0] < self._number]
         place = _num_of(self._digest, before)
         if self._watchers.add(f"alike/{self._digest}/{place}", 0) < self.world:
             return None
