@@ -280,7 +280,5 @@ def test_ignites_grad_watch_refuses_an_engine():
     pytest.importorskip("ignite")
     from wandb_gradwatch.integrations.ignite import GradWatch
 
-    with pytest.raises(
-        ValueError, match=r"GradWatch\(\) cannot read the gradients of DeepSpeed, which trains the model"
-    ):
+    with pytest.raises(ValueError, match="cannot see the norms of DeepSpeed, which trains the model"):
         GradWatch(of_engine())
