@@ -274,3 +274,11 @@ def test_uneven_and_empty_parts_of_two_ranks_are_merged(limit):
         totals = [80**0.5 * step for step in (1, 2, 3)]  # 8.9, 17.9, 26.8
         assert found["received"] == pytest.approx([min(total, limit or total) for total in totals], rel=1e-6)
         assert found["parameter norms"][0] == pytest.approx([3**0.5, 2.0, 1.0])  # all elements begin with 1
+
+
+def test_ignites_grad_watch_refuses_an_engine():
+    pytest.importorskip("ignite")
+    from wandb_gradwatch.integrations.ignite import GradWatch
+
+    with pytest.raises(ValueError, match="cannot see the norms of DeepSpeed, which trains the model"):
+        GradWatch(of_engine())
