@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import ranks
+import torch.distributed as dist
 
 from wandb_gradwatch._judgement.causes import CAUSES
-from wandb_gradwatch._pipeline.replicas import apart, compare
+from wandb_gradwatch._pipeline.replicas import Collectives, apart, compare
 
 # kind, ranks -> cause, rank, level, first step, and the last step at which it may have been found
 FAULTS: dict[tuple[str, int], tuple[str, int | None, str, int, int]] = {
@@ -116,3 +118,14 @@ def test_rates_and_runs_of_their_own_are_seen() -> None:
     later = compare(np.array([header(2, 0.1, 1), header(2, 0.1, 0)]), np.array([same, same]), found, is_first=False)
     assert later.have_own_rates
     assert not later.have_own_runs
+
+
+def test_a_backend_that_does_not_count_its_collectives_rules_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def _get_sequence_number_for_group(self) -> int:
+            raise RuntimeError("Backend mpi does not support sequence numbers")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={Group(): None}))
+    collectives = Collectives()
+    collectives.see(1)
+    assert collectives.are_uneven

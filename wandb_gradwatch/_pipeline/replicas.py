@@ -172,7 +172,7 @@ class Replicas:
         self._compared: Compared | None = None  # written by the thread of the store
         if session.rank == 0:
             self._meant = _Meant.of(registry)
-            self._collectives = _Collectives()
+            self._collectives = Collectives()
 
     def add(self, sample: ArrivedSample) -> None:
         """Take a sample of this rank, before it is merged. Cost: a few sums over its rows."""
@@ -327,7 +327,7 @@ class _Meant:
         )
 
 
-class _Collectives:
+class Collectives:
     """Whether some steps call more collectives than others, as they do if parameters are averaged now and then."""
 
     def __init__(self) -> None:
@@ -338,7 +338,11 @@ class _Collectives:
     def see(self, step: int) -> None:
         """Count the collectives up to a sample of this step."""
         groups: Any = dist.distributed_c10d._world.pg_map
-        number = sum(group._get_sequence_number_for_group() for group in groups)
+        try:
+            number = sum(group._get_sequence_number_for_group() for group in groups)
+        except RuntimeError:  # a backend that does not count, as MPI: nothing rules out that parameters are averaged
+            self.are_uneven = True
+            return
         if self._last is not None and step > self._last[0]:
             per_step = (number - self._last[1]) / (step - self._last[0])
             self.are_uneven |= self._per_step is not None and per_step != self._per_step
