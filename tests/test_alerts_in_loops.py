@@ -360,3 +360,18 @@ def test_a_layer_that_only_an_earlier_stage_trained_has_not_lost_its_gradient() 
         optimizer.step()
 
     assert run(both, advance, steps=100, sample_every=1) == []
+
+
+def test_an_optimizer_of_other_tensors_is_one_incident() -> None:
+    """Its steps are meant to be the updates: that nothing is updated by code either is no second fault."""
+    model, other = net(), net()
+    optimizer = SGD(other.parameters(), lr=0.1)
+
+    def advance(number: int) -> None:
+        model.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    causes: list[str] = []
+    run(model, advance, steps=60, on_alert=lambda alert: causes.append(alert.incident.cause))
+    assert causes == ["stale_optimizer"]

@@ -150,6 +150,8 @@ class BackwardEvents(Listener):
             writes = {slot: number for slot, number in writes.items() if slot in reached}
         if not were_reset(writes.values()):
             return
+        if parts.wiring.has_stale_optimizer:  # its steps are meant to be the updates
+            parts.updates.step_seen()
         if parts.updates.by_steps or not parts.updates.are_made_by_code():
             self._sample.leave_out()
             parts.wiring.were_reset()

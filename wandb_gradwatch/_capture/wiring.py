@@ -85,6 +85,7 @@ class Wiring:
         self._num_idle = 0  # number of samples with gradients whose optimizer has not stepped yet
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
+        self._is_stale = False  # whether it was sent
         self._has_said_nothing_seen = False
         self._num_backwards = 0  # that have reached the watched model
         self._num_resets = 0  # of their gradients, before the first step
@@ -143,9 +144,7 @@ class Wiring:
         """
         if not has_begun:
             self.forget_gradients()
-        if self._without_model is not None and not self._optimizer_registry.num_known:
-            self._notices.append(self._without_model)
-        self._without_model = None
+        self._send_without_model()
         for carried, entries in self._carrying():
             if carried.were_reset:
                 carried.follow(())
@@ -156,6 +155,17 @@ class Wiring:
         if self._clock.backwards == _PATIENCE_IN_BACKWARDS:
             self._say_no_step(_PATIENCE_IN_BACKWARDS)
 
+    @property
+    def has_stale_optimizer(self) -> bool:
+        """Whether an optimizer has stepped that holds none of the model's parameters, as far as is known."""
+        return self._without_model is not None and not self._optimizer_registry.num_known
+
+    def _send_without_model(self) -> None:
+        if self.has_stale_optimizer and self._without_model is not None:
+            self._notices.append(self._without_model)
+            self._is_stale = True
+        self._without_model = None
+
     def were_reset(self) -> None:
         """The gradients of a backward were reset, and no optimizer has used them: alert if none ever does."""
         self._num_resets += 1
@@ -163,6 +173,8 @@ class Wiring:
             self._say_no_step(_FEWEST_BACKWARDS)
 
     def _say_no_step(self, num: int) -> None:
+        if self._is_stale:  # that is the reason, and it is told
+            return
         self._notices.alert(
             "No gradient",
             f"{num} backwards have ended without an optimizer step that updates a watched parameter",
@@ -269,9 +281,7 @@ class Wiring:
 
     def run_ends(self) -> None:
         """Send what would have been sent later: the run or the watching ends."""
-        if self._without_model is not None and not self._optimizer_registry.num_known:
-            self._notices.append(self._without_model)
-        self._without_model = None
+        self._send_without_model()
         has_stepped = self._clock.num_closed > 1 or self._optimizer_registry.num_known  # the end closes one sample
         if not has_stepped and _FEWEST_BACKWARDS <= self._num_backwards < _PATIENCE_IN_BACKWARDS:
             self._say_no_step(self._num_backwards)
