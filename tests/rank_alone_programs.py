@@ -86,7 +86,6 @@ def remove_guard(rank: int, world: int, *, alone: int) -> dict[str, Any]:
     watcher, _ = watch(model, log_every=5, guard="skip")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     num_listeners = []
-    own = {watcher._sampler, watcher._parts.guard}
     for step in range(1, 16):
         if (step == 8 and rank == alone) or step == 14:
             with impatient():
@@ -94,6 +93,7 @@ def remove_guard(rank: int, world: int, *, alone: int) -> dict[str, Any]:
         optimizer.zero_grad()
         (loss_of(model, batch_of(rank, step)) * (1e12 if step == 9 else 1)).backward()
         optimizer.step()
+        own = {watcher._sampler._steps, watcher._parts.guard._voter}
         num_listeners.append(len(own & {*STEP_HOOKS._listeners}))
     return {"said": said, "num_listeners": num_listeners, "first": float(next(model.parameters()).full_tensor()[0, 0])}
 

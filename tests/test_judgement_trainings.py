@@ -158,7 +158,7 @@ def rate_0() -> Loop:
     return classifier(lr=0.0)
 
 
-@fault("parameters_unchanged", "no_step", sparse=True)
+@fault("no_gradient", "no_step", sparse=True)
 def step_forgotten() -> Loop:
     loop = classifier()
     loop.steps = False

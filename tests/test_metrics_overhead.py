@@ -33,7 +33,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for user in ("_runtime.error_boundary", "_capture.sampler", "_capture.probes", "_pipeline.pipeline"):
+    for user in (
+        "_runtime.error_boundary",
+        "_capture.sampler",
+        "_capture.commits",
+        "_capture.probes",
+        "_pipeline.pipeline",
+    ):
         monkeypatch.setattr(f"wandb_gradwatch.{user}.time", SimpleNamespace(perf_counter=clock))
     return clock
 

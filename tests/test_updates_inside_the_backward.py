@@ -74,7 +74,7 @@ def test_every_backward_is_a_step_and_measured_from_the_second_on(fuse, watch_fi
 
 @WAYS
 def test_two_backwards_of_each_update_are_one_sample_where_the_user_says_so(fuse, said):
-    """The last counts: LOMO's first one finds the norm that it clips by."""
+    """The last counts: LOMO's first one finds the norm that it clips by. Before the first mark, each counts."""
     model = Chosen(a=2, b=1, c=1)
     after_backward = fuse(model)
     watcher, sink = watch(model)
@@ -82,8 +82,8 @@ def test_two_backwards_of_each_update_are_one_sample_where_the_user_says_so(fuse
         train(model, after_backward, [100, number])
         watcher.mark_step()
     snapshot = samples(watcher, sink)
-    assert snapshot.steps.tolist() == [1, 2, 3, 4]
-    np.testing.assert_equal(snapshot.total_grad_norm, [np.nan, 170, 255, 340])  # the first tells how it is done
+    assert snapshot.steps.tolist() == [1, 2, 3, 4, 5]
+    np.testing.assert_equal(snapshot.total_grad_norm, [np.nan, 85, 170, 255, 340])  # the first tells how it is done
     assert not [text for text in said() if "no optimizer step" in text]
 
 

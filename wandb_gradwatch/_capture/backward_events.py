@@ -188,7 +188,7 @@ class BackwardEvents(Listener):
         if parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
             # Every backward may be the last before the step: the last group of micro-batches may be shorter.
             self._sample.measure_backward(parts.follow(), of_schedule=of_schedule)
-        elif not updates.by_steps:
+        elif not (updates.by_steps and self._clock.num_closed):
             parts.seen.note(parts.registry.scan())
         self._commits.commit(self._clock.backward_ended())
         if is_update:

@@ -135,7 +135,10 @@ class Sampler:
         parts = self.parts
         self.rest.end()
         self._backwards.gradients_are_used()
+        is_counted = not parts.updates.by_steps and parts.clock.num_closed and not parts.clock.backwards
         parts.updates.step_seen()
+        if is_counted:  # the first mark: the last backward has counted as this update
+            return
         parts.settle()
         self._sample.updated_by_hand(parts.registry.scan())
         self._commits.commit(parts.clock.update())

@@ -31,17 +31,13 @@ class Updates:
     def __init__(self, registry: ParameterRegistry, notices: Notices, *, by_steps: bool) -> None:
         self._registry, self._notices = registry, notices
         self.made_by = MadeBy.STEPS if by_steps else MadeBy.UNKNOWN
+        self.in_hooks = False  # hooks of others take the gradients away, which must be measured before
         self._num_taken_away = 0
 
     @property
     def by_steps(self) -> bool:
         """Whether an optimizer steps, or the user calls mark_step()."""
         return self.made_by is MadeBy.STEPS
-
-    @property
-    def in_hooks(self) -> bool:
-        """Whether hooks of others make the updates."""
-        return self.made_by is MadeBy.HOOKS
 
     def step_seen(self) -> None:
         """An optimizer that holds watched parameters steps, or the user calls mark_step()."""
@@ -78,7 +74,7 @@ class Updates:
             self._num_taken_away += 1
             if self._num_taken_away < _TAKEN_AWAY and self._are_held():
                 return False
-            self.made_by = MadeBy.HOOKS
+            self.made_by, self.in_hooks = MadeBy.HOOKS, True
             self._notices.say(
                 "updates inside the backward",
                 "hooks on the parameters take the gradients away during the backward, as an optimizer that is fused "

@@ -116,7 +116,7 @@ class StepSkipping:
             learns = not inside_backward
             limit = math.inf if inside_backward else self._guard.norms.limit(*self._present(slots))
             bad = num_nonfinite > 0 or sum_sq > limit * limit
-            if learns and math.isnan(num_nonfinite):
+            if learns and not num_nonfinite >= 0:  # NaN, or far below 0: see RankConsensus
                 self._notices.say("guard", f"{_NOT_HEARD} (step {step})")
         withheld = True  # also if `withholds` raises, because the step is not made then
         try:
