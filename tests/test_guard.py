@@ -320,7 +320,7 @@ DIES_AFTER_A_NAN = """
 import torch, wandb, wandb_gradwatch
 wandb.init(project="demo", mode="offline")
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-wandb_gradwatch.watch(model)
+wandb_gradwatch.watch(model, sample_every=1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number in range(5):
     optimizer.zero_grad()

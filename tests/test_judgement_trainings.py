@@ -158,13 +158,6 @@ def rate_0() -> Loop:
     return classifier(lr=0.0)
 
 
-@fault("no_gradient", "no_step", sparse=True)
-def step_forgotten() -> Loop:
-    loop = classifier()
-    loop.steps = False
-    return loop
-
-
 @fault("parameters_unchanged", "updates_undone", sparse=True)
 def updates_undone() -> Loop:
     loop = classifier()
