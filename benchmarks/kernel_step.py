@@ -134,7 +134,7 @@ def _default_every(trainee: Trainee, step: Callable[[], None], num_steps: int, *
 def _gpu_seconds(trainee: Trainee, step: Callable[[], None], num_steps: int, **options: Any) -> float:
     """Return the device time per sample, from the events that a budget uses."""
     with _watched(trainee, step, **options) as watcher:
-        timer = watcher._sampler._measurer.timer
+        timer = watcher._sampler._commits._timer
         torch.cuda.synchronize()
         before = timer.seconds()
         _block(step, num_steps)
