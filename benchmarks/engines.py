@@ -56,6 +56,12 @@ TIME_LIMIT = 300  # seconds for all ranks of a regime to end
 HEAD = ("norm", "per layer", "after clipping", "steps", "histogram", "a NaN names", "untouched", "ends")
 
 
+def _together() -> None:
+    """Wait for all ranks: flush() and remove() wait half a second or more for others, and a busy machine is slower."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 @contextlib.contextmanager
 def _nan_in_backward(training: Training) -> Iterator[None]:
     """Make this rank's part of a gradient NaN, before an engine averages it if hooks see it then."""
@@ -126,6 +132,7 @@ def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
         return {"outcome": "refused", "said": [str(error)]}
     plain = [local(parameter) for parameter in _train(name, rank, world)[0].parameters]
     training, watcher, sink = _train(name, rank, world, rules=[], log_every=2)
+    _together()
     watcher.remove()
     snapshot = sink.merged()
     same = all(torch.equal(one, local(other)) for one, other in zip(plain, training.parameters, strict=True))
@@ -137,7 +144,9 @@ def measured(rank: int, world: int, *, name: str) -> dict[str, Any]:
     order, rows = [names.index(name) for name in truth.names], snapshot.steps - 1
     left, received = Truth.norms(truth.left)[rows], Truth.norms(truth.received)[rows]
     bad, bad_watcher, bad_sink = _train(name, rank, world, poisoned=True, log_every=STEPS)
-    bad_watcher.flush()
+    for _ in range(2):  # the second one gets what came late to the first
+        _together()
+        bad_watcher.flush()
     before_bad = bad_sink.merged().grad_norm[: BAD_STEP - 1, order]
     clips_itself = training.update is not None
     as_left = truth if clips_itself else training.truth(world, clip=math.inf, **options)
