@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import wandb_gradwatch
+from benchmarks.table import write_rows
 from wandb_gradwatch import MemorySink
 from wandb_gradwatch.metrics import Ranks
 
@@ -354,12 +355,7 @@ def main() -> None:
         lines.append(line(name))
         print(lines[-1], flush=True)
     if arguments.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        table, after = rest.split(END, 1)
-        of_name = {one.split(" | ")[0]: one for one in (table.splitlines() if arguments.names else [])}
-        of_name |= {one.split(" | ")[0]: one for one in lines}
-        PAGE.write_text(f"{before}{BEGIN}" + "\n".join(of_name.values()) + f"\n{END}{after}", encoding="utf-8")
+        write_rows(PAGE, lines, begin=BEGIN, end=END, keep=bool(arguments.names))
 
 
 if __name__ == "__main__":

@@ -152,6 +152,15 @@ def with_table(text: str, table: str, *, begin: str = BEGIN, end: str = END) -> 
     return pattern.sub(lambda _: f"{begin}\n\n{table}\n\n{end}", text)
 
 
+def write_rows(page: Path, rows: list[str], *, begin: str, end: str, keep: bool) -> None:
+    """Write the rows of a Markdown table between the markers of a page, each a line; `keep` its rows of other names."""
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    table, after = rest.split(end, 1)
+    kept = table.splitlines() if keep else []
+    of_name = {row.split(" | ")[0]: row for row in [*kept, *rows]}
+    page.write_text(f"{before}{begin}" + "\n".join(of_name.values()) + f"\n{end}{after}", encoding="utf-8")
+
+
 def pages(readme: str, results: list[dict[str, Any]]) -> dict[Path, str]:
     """The text that each page should have."""
     results = _without_older(results)
