@@ -792,3 +792,30 @@ def test_a_backward_that_raises_is_no_part_of_the_next_one(caplog):
     assert snapshot.total_grad_norm.tolist() == [1, 2, 3, 4, 5]
     assert np.isnan(of(snapshot, "b", "grad_norm")).all()
     assert "was not called as" not in caplog.text
+
+
+def test_what_others_put_around_the_backward_stays_and_each_backward_counts_once():
+    original = torch.autograd.backward
+    model, called = Chosen(a=1), []
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, _ = watch(model)
+    ours = torch.autograd.backward
+
+    def theirs(*args, **kwargs):
+        called.append(len(called))
+        return ours(*args, **kwargs)
+
+    torch.autograd.backward = theirs
+    try:
+        watcher.remove()
+        assert torch.autograd.backward is theirs
+        watcher, sink = watch(model)
+        for number in range(1, 4):
+            step(model, optimizer, a=[number])
+        assert samples(watcher, sink).total_grad_norm.tolist() == [1, 2, 3]
+        assert called == [0, 1, 2]
+    finally:
+        torch.autograd.backward = ours
+    watcher, _ = watch(model)
+    watcher.remove()
+    assert torch.autograd.backward is original

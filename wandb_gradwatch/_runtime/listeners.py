@@ -108,7 +108,7 @@ class Listeners:
         self._listeners: tuple[Listener, ...] = ()
         # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
         self._lock = threading.RLock()
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, the original, and the wrapper
 
     def subscribe(self, listener: Listener) -> None:
         with self._lock:
@@ -131,17 +131,24 @@ class Listeners:
         return ()
 
     def _install(self) -> None:
-        installed = {(owner, name) for owner, name, _ in self._originals}
+        installed = {(owner, name) for owner, name, *_ in self._replaced}
         for owner, name, entry_points in self._wrappers():
             original = owner.__dict__.get(name)  # None: an inherited method is wrapped at its own class
             if original is not None and (owner, name) not in installed:
-                self._originals.append((owner, name, original))
-                setattr(owner, name, self._wrapper_of(original, entry_points))
+                wrapper = self._wrapper_of(original, entry_points)
+                self._replaced.append((owner, name, original, wrapper))
+                setattr(owner, name, wrapper)
 
     def _wrapper_of(self, original: Any, entry_points: dict[str, Callable[[Call], None]]) -> Any:
         return functools.wraps(original)(around(original, **entry_points))
 
     def _uninstall(self) -> None:
-        for owner, name, original in reversed(self._originals):
-            setattr(owner, name, original)
-        self._originals = []
+        """Put the originals back, but where others have wrapped a wrapper since: theirs stays, and calls ours."""
+        kept = []
+        for one in self._replaced:
+            owner, name, original, wrapper = one
+            if owner.__dict__.get(name) is wrapper:
+                setattr(owner, name, original)
+            else:
+                kept.append(one)
+        self._replaced = kept
