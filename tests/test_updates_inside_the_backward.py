@@ -124,3 +124,19 @@ def test_a_gradient_that_a_hook_drops_beside_others_is_no_update():
         model.loss(a=[3, 4], b=[5], c=[12]).backward()
         optimizer.step()
     assert samples(watcher, sink).total_grad_norm.tolist() == [13] * 3
+
+
+@WAYS
+def test_an_optimizer_that_updates_in_hooks_and_is_never_stepped_is_measured_once_that_is_certain(fuse, said):
+    """LOMO is a torch.optim.Optimizer. Fewer such backwards may be the micro-batches of a step to come."""
+    model = Chosen(a=2, b=1, c=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)  # holds the parameters; the hooks make its updates
+    after_backward = fuse(model)
+    watcher, sink = watch(model)
+    train(model, after_backward, range(1, 21))
+    snapshot = samples(watcher, sink)
+    # The 16th backward is the first that counts, and tells how it is done; the next ones are measured.
+    assert snapshot.steps.tolist() == [1, 2, 3, 4, 5]
+    np.testing.assert_equal(snapshot.total_grad_norm, [np.nan, *(85 * number for number in range(17, 21))])
+    assert not optimizer.state
+    assert [text for text in said() if "hooks on the parameters take the gradients away" in text]

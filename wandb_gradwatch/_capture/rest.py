@@ -40,12 +40,12 @@ class Rest(StepCounter):
         self._pausing: frozenset[int] = frozenset()  # those that had no part in some sample after another one
         self._first_step = 0
         self._last_step = -1  # the last step that the rest counts
-        self.counter: Rest | None = None  # this rest, while it counts
+        self.is_on = False  # whether it counts
 
     @property
-    def is_on(self) -> bool:
-        """Whether it counts."""
-        return self.counter is not None
+    def counter(self) -> "Rest | None":
+        """This rest, while it counts."""
+        return self if self.is_on else None
 
     @property
     def seconds_spent(self) -> float:
@@ -100,15 +100,15 @@ class Rest(StepCounter):
         self._stepped: frozenset[int] = frozenset()
         self._under_way: tuple[int, ScaledSteps] | None = None
         self._num_stray, self._stray_step = 0, -1
-        self.counter = self
+        self.is_on = True
 
     def end(self, *, before_step: bool = False) -> None:
         """Turn the hooks on again and open the next sample, whose gradients may already be there. Idempotent.
 
         `before_step`: because an optimizer is about to make a step that is not counted.
         """
-        if self.counter is not None:
-            self.counter = None
+        if self.is_on:
+            self.is_on = False
             self._end(before_step=before_step)
 
     @contained

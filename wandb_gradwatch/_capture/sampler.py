@@ -104,7 +104,7 @@ class Sampler:
         if current_graph_task() == -1 and not parts.thread.is_another:
             self._boundary.run(parts.take_off_hooks)  # it walks the model, which may fail
         self._boundary.stopped = True
-        self.rest.counter = None
+        self.rest.is_on = False
         for events, listener in reversed(self._subscriptions):
             events.unsubscribe(listener)
         self._hooks.remove()

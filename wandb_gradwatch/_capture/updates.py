@@ -56,7 +56,7 @@ class Updates:
                     "If an optimizer updates copies of the parameters, pass optimizer=, otherwise call "
                     "watcher.mark_step() after each update.",
                 )
-            else:
+            elif not self._num_taken_away:  # otherwise hooks may turn out to make them
                 self.made_by = MadeBy.STEPS
         return self.made_by is MadeBy.CODE
 

@@ -167,7 +167,8 @@ class StepSkipping:
         for rows_NC in self._window.open_rows(slots):
             weighted_NC = rows_NC if consensus is None else rows_NC * consensus.weights(rows_NC.device)[:, None]
             sums_C = weighted_NC.nansum(dim=0)  # missing rows are NaN
-            parts.append(torch.stack((sums_C[list(NONFINITE_COLUMNS)].sum(), sums_C[Column.GRAD_SUM_SQ])))
+            num_nonfinite = torch.stack([sums_C[column] for column in NONFINITE_COLUMNS]).sum()  # no index is uploaded
+            parts.append(torch.stack((num_nonfinite, sums_C[Column.GRAD_SUM_SQ])))
         home = max((part.device for part in parts), key=lambda device: device.type != "cpu")
         total = torch.stack([onto(part, home) for part in parts]).sum(dim=0)
         if consensus is not None:
@@ -175,8 +176,8 @@ class StepSkipping:
             total = consensus.sum_over_ranks(total)
         scalers: Tensor | None = getattr(optimizer, "found_inf", None)
         found_inf = total.new_zeros(1) if scalers is None else onto(scalers.reshape(1), home).to(wide_dtype(home))
-        num_nonfinite, sum_sq, overflowed = torch.cat((total, found_inf)).tolist()
-        return num_nonfinite, sum_sq, overflowed > 0
+        num, sum_sq, overflowed = torch.cat((total, found_inf)).tolist()
+        return num, sum_sq, overflowed > 0
 
     def _present(self, slots: Sequence[int]) -> tuple[tuple[str, ...], npt.NDArray[np.bool_]]:
         """Return the names of all parameters [P], and which are in these slots [P]."""
