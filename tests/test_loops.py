@@ -814,8 +814,6 @@ def test_what_others_put_around_the_backward_stays_and_each_backward_counts_once
             step(model, optimizer, a=[number])
         assert samples(watcher, sink).total_grad_norm.tolist() == [1, 2, 3]
         assert called == [0, 1, 2]
+        assert torch.autograd.backward is theirs
     finally:
-        torch.autograd.backward = ours
-    watcher, _ = watch(model)
-    watcher.remove()
-    assert torch.autograd.backward is original
+        torch.autograd.backward = original

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 
@@ -480,3 +481,61 @@ def test_loss_scaling_that_ends_and_begins_in_the_middle(fused):
     assert snapshot.total_grad_norm.tolist() == [5] * 6
     assert snapshot.total_grad_norm_clipped == pytest.approx([5] * 6)
     assert not sink.alerts
+
+
+def _trained_with_a_scaler() -> list[float]:
+    model, scaler = Chosen(a=2), scaler_of()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        amp_step(model, optimizer, scaler, unscale=True, a=[3, 4])
+    return samples(watcher, sink).loss_scale.tolist()
+
+
+@pytest.mark.parametrize("undone", ["while we watch", "after we left"])
+def test_what_others_replaced_before_us_and_put_back_is_wrapped_again(undone, monkeypatch):
+    cls = torch.amp.GradScaler
+    model, originals = Chosen(a=1), (cls.scale, cls.unscale_)
+    with monkeypatch.context() as theirs:
+        for name in ("scale", "unscale_"):
+            theirs.setattr(cls, name, lambda *args, own=getattr(cls, name), **kwargs: own(*args, **kwargs))
+        watcher, _ = watch(model)
+        if undone == "after we left":
+            watcher.remove()
+    watcher.remove()
+    assert (cls.scale, cls.unscale_) == originals
+    assert _trained_with_a_scaler() == [SCALE] * 3
+    assert (cls.scale, cls.unscale_) == originals
+
+
+def test_a_second_watcher_finds_what_others_threw_away_since_the_first():
+    cls = torch.amp.GradScaler
+    originals = cls.scale, cls.unscale_
+    first, _ = watch(model := Chosen(a=1))
+    cls.scale, cls.unscale_ = originals
+    assert _trained_with_a_scaler() == [SCALE] * 3
+    first.remove()
+    assert model.a.requires_grad
+    assert (cls.scale, cls.unscale_) == originals
+
+
+def test_a_model_that_is_freed_while_another_is_unwatched_leaves_nothing_half_wrapped():
+    """The garbage collector may run between any two lines of ours, and a freed model unsubscribes as well."""
+    cls = torch.amp.GradScaler
+    originals, threshold = (cls.scale, cls.unscale_), gc.get_threshold()
+    last, _ = watch(model := Chosen(a=1))
+    gc.collect()
+    gc.disable()
+    watch(dead := Chosen(a=1))
+    dead.__dict__["itself"] = dead
+    del dead
+    gc.set_threshold(1)
+    gc.enable()
+    try:
+        last.remove()
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert model.a.requires_grad
+    assert (cls.scale, cls.unscale_) == originals
+    assert _trained_with_a_scaler() == [SCALE] * 3

@@ -109,13 +109,16 @@ def around(
     before: Callable[[Call], None] | None = None,
     after: Callable[[Call], None] | None = None,
     at_exit: Callable[[Call], None] | None = None,
+    replacement: "Replacement | None" = None,
 ) -> Callable[..., Any]:
     """Wrap a function of others between entry points. It is called exactly once, whatever these do.
 
-    If the function raises, `after` is not called, and `at_exit` is.
+    If the function raises, `after` is not called, and `at_exit` is. None is called once the replacement is undone.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if replacement is not None and replacement.is_undone:
+            return function(*args, **kwargs)
         one = Call(args, kwargs)
         if before is not None:
             before(one)
@@ -129,3 +132,44 @@ def around(
         return result
 
     return call
+
+
+class Replacement:
+    """A function of others, an attribute of a module, a class or an object, replaced by a wrapper `around` it.
+
+    Others may replace it too, before or after, and undo that in any order: what they have put around the wrapper stays
+    when it is undone, and the wrapper in there does nothing from then on.
+
+    Args:
+        finish: gets the wrapper and returns the one to use.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        finish: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda wrapper: wrapper,
+        **entry_points: Callable[[Call], None],
+    ) -> None:
+        self.is_undone = False
+        self._owner, self._name = owner, name
+        self._own = owner.__dict__.get(name)  # None: an object's method, or an inherited one
+        function = getattr(owner, name)
+        self._wrapper = functools.wraps(function)(finish(around(function, replacement=self, **entry_points)))
+        setattr(owner, name, self._wrapper)
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether the attribute is the wrapper: others have neither wrapped it nor put something else there."""
+        return self._owner.__dict__.get(self._name) is self._wrapper
+
+    def undo(self) -> None:
+        """Put the original back, but where others have replaced the wrapper. Idempotent."""
+        self.is_undone = True
+        if not self.is_outermost:
+            return
+        if self._own is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._own)

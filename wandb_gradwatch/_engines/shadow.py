@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._boundary import Call, RaisedToTheUser, around, entry_point
+from .._boundary import Call, RaisedToTheUser, Replacement, entry_point
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.sharding import local_part
 from .engine import Engine, Function, Held, Outcome, Settings
@@ -71,7 +71,7 @@ class Shadow:
             return 1.0 if (one := shadow()) is None else one.engine.loss_scale()
 
         self.loss_scale_at = loss_scale_at  # a function that keeps nothing alive
-        self._replaced: list[tuple[Function, Any, Any]] = []  # functions, their originals, and what replaces them
+        self._replaced: list[Replacement] = []  # functions of the engine
         self._observer: Observer | None = None
 
     def _registered(self, one: Held, model: nn.Module) -> nn.Parameter:
@@ -98,21 +98,11 @@ class Shadow:
         """Give the engine its own functions back. Idempotent."""
         self._observer = None
         while self._replaced:
-            function, original, replacement = self._replaced.pop()
-            attributes = function.owner.__dict__
-            if attributes.get(function.name) is not replacement:
-                continue  # others have wrapped the replacement, which does nothing from now on
-            if original is None:
-                del attributes[function.name]
-            else:
-                attributes[function.name] = original
+            self._replaced.pop().undo()
 
     def _replace(self, function: Function, before: Callable[[Any, Call], None]) -> None:
-        own = function.owner.__dict__.get(function.name)  # None: the class's method
         called = getattr(function.owner, function.name)
-        replacement = around(called, before=partial(before, called))
-        function.owner.__dict__[function.name] = replacement
-        self._replaced.append((function, own, replacement))
+        self._replaced.append(Replacement(function.owner, function.name, before=partial(before, called)))
 
     @entry_point()
     def _backward_begins(self, _: Any, call: Call) -> None:

@@ -1,6 +1,5 @@
 """Backwards as events: one wrapper around `torch.autograd.backward`, and the thread that trains."""
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .._boundary import Call, around, entry_point
+from .._boundary import Call, Replacement, entry_point
 from .autograd import current_graph_task, replay
 from .error_boundary import dynamo_disabled
 from .listeners import Listeners
@@ -49,11 +48,8 @@ class Backwards(Listeners):
     def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
         yield torch.autograd, "backward", {"before": self._begins, "after": self._ended, "at_exit": self._leaves}
 
-    def _wrapper_of(self, original: Any, entry_points: dict[str, Callable[[Call], None]]) -> Any:
-        """A wrapper with code of its own, so that the compiler skips it without skipping other wrappers."""
-        call: Any = around(original, **entry_points)
-        own = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
-        return functools.wraps(original)(dynamo_disabled(own))
+    def _replacement(self, owner: Any, name: str, entry_points: dict[str, Callable[[Call], None]]) -> Replacement:
+        return Replacement(owner, name, finish=_skipped_by_the_compiler, **entry_points)
 
     @entry_point()
     def _begins(self, call: Call) -> None:
@@ -75,6 +71,12 @@ class Backwards(Listeners):
             for listener in self._listeners:
                 if listener.counter is None:
                     listener.backward_ended(call)
+
+
+def _skipped_by_the_compiler(wrapper: Any) -> Callable[..., Any]:
+    """A copy with code of its own: the compiler skips it without skipping other wrappers."""
+    copy = FunctionType(wrapper.__code__.replace(), wrapper.__globals__, closure=wrapper.__closure__)
+    return dynamo_disabled(copy)
 
 
 BACKWARDS: Final = Backwards()

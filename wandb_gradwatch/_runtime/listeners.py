@@ -1,6 +1,5 @@
 """Listeners to what a training does with gradients, and the wrappers of torch's functions that call them."""
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._boundary import Boundary, Call, around
+from .._boundary import Boundary, Call, Replacement
 
 
 class StepCounter:
@@ -108,7 +107,7 @@ class Listeners:
         self._listeners: tuple[Listener, ...] = ()
         # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
         self._lock = threading.RLock()
-        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, the original, and the wrapper
+        self._replaced: dict[tuple[Any, str], Replacement] = {}  # by owner and name
 
     def subscribe(self, listener: Listener) -> None:
         with self._lock:
@@ -131,24 +130,19 @@ class Listeners:
         return ()
 
     def _install(self) -> None:
-        installed = {(owner, name) for owner, name, *_ in self._replaced}
+        """Wrap what is not wrapped, or not any more: others may have replaced a wrapper since the last subscription."""
         for owner, name, entry_points in self._wrappers():
-            original = owner.__dict__.get(name)  # None: an inherited method is wrapped at its own class
-            if original is not None and (owner, name) not in installed:
-                wrapper = self._wrapper_of(original, entry_points)
-                self._replaced.append((owner, name, original, wrapper))
-                setattr(owner, name, wrapper)
+            if name not in owner.__dict__:
+                continue  # an inherited method is wrapped at its own class
+            known = self._replaced.get((owner, name))
+            if known is None or not known.is_outermost:
+                if known is not None:
+                    known.undo()
+                self._replaced[owner, name] = self._replacement(owner, name, entry_points)
 
-    def _wrapper_of(self, original: Any, entry_points: dict[str, Callable[[Call], None]]) -> Any:
-        return functools.wraps(original)(around(original, **entry_points))
+    def _replacement(self, owner: Any, name: str, entry_points: dict[str, Callable[[Call], None]]) -> Replacement:
+        return Replacement(owner, name, **entry_points)
 
     def _uninstall(self) -> None:
-        """Put the originals back, but where others have wrapped a wrapper since: theirs stays, and calls ours."""
-        kept = []
-        for one in self._replaced:
-            owner, name, original, wrapper = one
-            if owner.__dict__.get(name) is wrapper:
-                setattr(owner, name, original)
-            else:
-                kept.append(one)
-        self._replaced = kept
+        while self._replaced:  # a garbage collection in here may unsubscribe a listener, and empty it
+            self._replaced.popitem()[1].undo()

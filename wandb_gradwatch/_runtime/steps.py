@@ -4,7 +4,6 @@ The hooks are registered only while a model is watched. They receive the steps o
 for the optimizers that it follows, once per outermost step, and again before each step that it delegates to.
 """
 
-import functools
 import inspect
 import sys
 import threading
@@ -26,7 +25,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from .._boundary import Boundary, Call, around, entry_point
+from .._boundary import Boundary, Call, Replacement, around, entry_point
 from .autograd import current_graph_task
 from .error_boundary import dynamo_disabled
 from .listeners import Listener, Listeners
@@ -137,7 +136,7 @@ class StepHooks(Listeners):
         self._under_way: set[weakref.ref[_Step]] = set()  # the running steps of all threads
         # The classes whose `step` is wrapped, because subclasses call it as super().step(): torch calls the hooks there
         # only if an optimizer of the class itself was made.
-        self._wrapped: dict[type, tuple[FunctionType, Callable[..., Any]]] = {}
+        self._inherited: dict[type, Replacement] = {}
 
     def _install(self) -> None:
         if not self._handles:
@@ -147,10 +146,8 @@ class StepHooks(Listeners):
             ]
 
     def _uninstall(self) -> None:
-        while self._wrapped:
-            cls, (original, wrapper) = self._wrapped.popitem()
-            if cls.__dict__.get("step") is wrapper:  # otherwise torch has wrapped it too
-                cls.step = original  # type: ignore[attr-defined]
+        while self._inherited:
+            self._inherited.popitem()[1].undo()
         # Running steps must be ended. Also, torch iterates over its global hooks while any thread steps, and raises if
         # the hooks change meanwhile. If other hooks exist, ours therefore stay, doing nothing, until a later call.
         are_alone = len(_global_optimizer_pre_hooks) == len(_global_optimizer_post_hooks) == 1
@@ -216,10 +213,8 @@ class StepHooks(Listeners):
 
     def _wrap_inherited_steps(self, cls: type[Optimizer]) -> None:
         for base, function in _inherited_steps(cls):
-            if base not in self._wrapped:
-                wrapper = functools.wraps(function)(around(function, before=partial(self._delegates, function)))
-                self._wrapped[base] = function, wrapper
-                base.step = wrapper  # type: ignore[attr-defined]
+            if base not in self._inherited:
+                self._inherited[base] = Replacement(base, "step", before=partial(self._delegates, function))
 
     @entry_point()
     def _delegates(self, function: FunctionType, call: Call) -> None:
