@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -125,6 +126,7 @@ def collect_warnings() -> list[str]:
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
+            print(record.getMessage(), file=sys.stderr)  # shown if a rank fails
 
     logging.getLogger("wandb_gradwatch").addHandler(Collector())
     return messages
