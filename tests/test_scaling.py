@@ -492,13 +492,17 @@ def _trained_with_a_scaler() -> list[float]:
     return samples(watcher, sink).loss_scale.tolist()
 
 
+def _around(function):
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
 @pytest.mark.parametrize("undone", ["while we watch", "after we left"])
 def test_what_others_replaced_before_us_and_put_back_is_wrapped_again(undone, monkeypatch):
     cls = torch.amp.GradScaler
     model, originals = Chosen(a=1), (cls.scale, cls.unscale_)
     with monkeypatch.context() as theirs:
         for name in ("scale", "unscale_"):
-            theirs.setattr(cls, name, lambda *args, own=getattr(cls, name), **kwargs: own(*args, **kwargs))
+            theirs.setattr(cls, name, _around(getattr(cls, name)))
         watcher, _ = watch(model)
         if undone == "after we left":
             watcher.remove()
