@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,6 +182,26 @@ def test_watchers_belong_together_by_what_they_watch_then_by_their_order(monkeyp
         one.end()
     listed = [processes[0].get(f"gradwatch/of 2/rank/{rank}") for rank in range(2)]
     assert listed == [b"[]", b"[]"]
+
+
+def test_an_answer_that_comes_while_a_rank_looks_for_others_alike_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it was overwritten, and the rows of a rank were left out."""
+    store = dist.HashStore()
+    processes = [dist.PrefixStore("", store) for _ in range(2)]
+    stages = [session(monkeypatch, processes[rank], rank, f"stage {rank}") for rank in range(2)]
+    looks = stages[0]._find
+
+    def looks_slowly() -> object:
+        found = looks()
+        if threading.current_thread() is threading.main_thread():
+            settle(stages)
+        return found
+
+    monkeypatch.setattr(stages[0], "_find", looks_slowly)
+    assert not stages[0].is_open  # the answer has come
+    assert stages[0].whole == stages[1].whole != ""
+    for one in stages:
+        one.end()
 
 
 def test_ranks_with_different_numbers_of_different_watchers_do_not_guess(monkeypatch: pytest.MonkeyPatch) -> None:

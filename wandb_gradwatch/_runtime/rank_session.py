@@ -97,8 +97,8 @@ class RankSession:
     @property
     def is_found(self) -> bool:
         """Whether a watcher of every rank is known to take part. Not to be called before the first step."""
-        if self._session is None:
-            self._session = self._find()
+        if self._session is None and (found := self._find()) is not None:
+            self._session = found  # not None, in place of an answer that has come meanwhile
         return self._session is not None
 
     @property
