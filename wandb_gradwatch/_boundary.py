@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Final, ParamSpec, TypedDict, TypeVar, cast
 
 from ._interruptions import raise_interruption
 
@@ -103,6 +103,14 @@ class Call:
     found: Any = None  # what `before` leaves for `after`
 
 
+class EntryPoints(TypedDict, total=False):
+    """What `around` calls before a function of others, after it has returned, and when it has returned or raised."""
+
+    before: Callable[[Call], None]
+    after: Callable[[Call], None]
+    at_exit: Callable[[Call], None]
+
+
 def around(
     function: Callable[..., Any],
     *,
@@ -113,11 +121,11 @@ def around(
 ) -> Callable[..., Any]:
     """Wrap a function of others between entry points. It is called exactly once, whatever these do.
 
-    If the function raises, `after` is not called, and `at_exit` is. None is called once the replacement is undone.
+    If the function raises, `after` is not called, and `at_exit` is. None is called while the replacement is off.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if replacement is not None and replacement.is_undone:
+        if replacement is not None and replacement.is_off:
             return function(*args, **kwargs)
         one = Call(args, kwargs)
         if before is not None:
@@ -149,14 +157,17 @@ class Replacement:
         owner: Any,
         name: str,
         *,
+        before: Callable[[Call], None] | None = None,
+        after: Callable[[Call], None] | None = None,
+        at_exit: Callable[[Call], None] | None = None,
         finish: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda wrapper: wrapper,
-        **entry_points: Callable[[Call], None],
     ) -> None:
-        self.is_undone = False
+        self.is_off = False  # the wrapper only calls what it wraps
         self._owner, self._name = owner, name
         self._own = owner.__dict__.get(name)  # None: an object's method, or an inherited one
         function = getattr(owner, name)
-        self._wrapper = functools.wraps(function)(finish(around(function, replacement=self, **entry_points)))
+        wrapper = around(function, before=before, after=after, at_exit=at_exit, replacement=self)
+        self._wrapper = functools.wraps(function)(finish(wrapper))
         setattr(owner, name, self._wrapper)
 
     @property
@@ -166,7 +177,7 @@ class Replacement:
 
     def undo(self) -> None:
         """Put the original back, but where others have replaced the wrapper. Idempotent."""
-        self.is_undone = True
+        self.is_off = True
         if not self.is_outermost:
             return
         if self._own is None:

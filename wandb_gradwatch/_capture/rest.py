@@ -7,9 +7,10 @@ from torch.optim import Optimizer
 
 from .._boundary import entry_point
 from .._runtime.autograd import num_nodes_made
+from .._runtime.backwards import BACKWARDS
 from .._runtime.error_boundary import contained
 from .._runtime.listeners import StepCounter
-from .._runtime.steps import OptimizerTable
+from .._runtime.steps import STEP_HOOKS, OptimizerTable
 from .clock import Closed
 from .open_sample import OpenSample
 from .parts import CaptureParts
@@ -19,7 +20,7 @@ _REGULAR: Final = 4  # number of consecutive samples that show the pattern of st
 _LEAST: Final = 3  # least number of steps for which turning the hooks off and on pays
 # Seconds to count a step, from `python -m benchmarks.counting`. They are not measured in the training, because reading
 # the clock costs as much.
-_COUNTING: Final = 8e-6
+_COUNTING: Final = 11e-6
 _STRAY: Final = 100  # nested steps of unknown optimizers after which the outer step is taken to have raised
 
 
@@ -100,7 +101,7 @@ class Rest(StepCounter):
         self._stepped: frozenset[int] = frozenset()
         self._under_way: tuple[int, ScaledSteps] | None = None
         self._num_stray, self._stray_step = 0, -1
-        self.is_on = True
+        self._switch(on=True)
 
     def end(self, *, before_step: bool = False) -> None:
         """Turn the hooks on again and open the next sample, whose gradients may already be there. Idempotent.
@@ -108,8 +109,13 @@ class Rest(StepCounter):
         `before_step`: because an optimizer is about to make a step that is not counted.
         """
         if self.is_on:
-            self.is_on = False
+            self._switch(on=False)
             self._end(before_step=before_step)
+
+    def _switch(self, *, on: bool) -> None:
+        self.is_on = on
+        for events in (STEP_HOOKS, BACKWARDS, SCALERS):
+            events.counting_changes()
 
     @contained
     def _end(self, *, before_step: bool) -> None:
@@ -129,8 +135,8 @@ class Rest(StepCounter):
     @entry_point(lambda: False)
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step. Returns whether the rest goes on: the step is counted, or part of one."""
-        if not self._is_only_one and get_ident() != self._thread:
-            return False  # a backward for the other optimizers may be running
+        if not self.is_on or (not self._is_only_one and get_ident() != self._thread):
+            return False  # off meanwhile, or a backward for the other optimizers may be running
         if (maker := self._makers.get(optimizer)) is None:
             self._num_stray = self._num_stray + 1 if self._stray_step == self._clock.step else 1
             self._stray_step = self._clock.step

@@ -22,7 +22,7 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from .._boundary import Call, RaisedToTheUser, entry_point
+from .._boundary import Call, EntryPoints, RaisedToTheUser, entry_point
 from .._measure.elements import onto
 from .._runtime.listeners import Listener, Listeners
 from .._runtime.notices import CannotWatchError
@@ -55,6 +55,8 @@ class ScaledSteps:
 
 class GradScalers(Listeners):
     """Tracks which scaler is in use and which optimizers it steps; calls listeners around unscaling and clipping."""
+
+    _needless_while_counting = _CLIPPING
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ class GradScalers(Listeners):
             known = self._known[optimizer] = ScaledSteps()
         return known
 
-    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
+    def _wrappers(self) -> Iterable[tuple[Any, str, EntryPoints]]:
         classes: list[type] = [GradScaler]
         # It overrides `scale` and `unscale_`. A program that has imported FSDP may import it after watch().
         if "torch.distributed.fsdp" in sys.modules:

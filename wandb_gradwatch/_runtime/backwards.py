@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
-from .._boundary import Call, Replacement, entry_point
+from .._boundary import Call, EntryPoints, Replacement, entry_point
 from .autograd import current_graph_task, replay
 from .error_boundary import dynamo_disabled
 from .listeners import Listeners
@@ -37,46 +38,42 @@ class Backwards(Listeners):
     of that one. Not seen are calls by a name that was imported before the first watch().
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._threads: set[int] = set()  # that are in a backward
+    _needless_while_counting = ("backward",)
 
-    def runs_in(self, thread: int) -> bool:
-        """Whether the thread with this identity is in a backward: it may be writing to gradients."""
-        return thread in self._threads
+    def _wrappers(self) -> Iterable[tuple[Any, str, EntryPoints]]:
+        yield torch.autograd, "backward", {"before": self._begins, "after": self._ended}
 
-    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
-        yield torch.autograd, "backward", {"before": self._begins, "after": self._ended, "at_exit": self._leaves}
-
-    def _replacement(self, owner: Any, name: str, entry_points: dict[str, Callable[[Call], None]]) -> Replacement:
+    def _replacement(self, owner: Any, name: str, entry_points: EntryPoints) -> Replacement:
         return Replacement(owner, name, finish=_skipped_by_the_compiler, **entry_points)
 
     @entry_point()
     def _begins(self, call: Call) -> None:
         if replay.is_running or current_graph_task() != -1:
             return
-        call.found = threading.get_ident()
-        self._threads.add(call.found)
+        call.found = True
         for listener in self._listeners:
             if listener.counter is None:
                 listener.backward_begins()
 
     @entry_point()
-    def _leaves(self, call: Call) -> None:
-        self._threads.discard(call.found)
-
-    @entry_point()
     def _ended(self, call: Call) -> None:
-        if call.found is not None:
-            for listener in self._listeners:
-                if listener.counter is None:
-                    listener.backward_ended(call)
+        for listener in self._listeners if call.found else ():
+            if listener.counter is None:
+                listener.backward_ended(call)
 
 
 def _skipped_by_the_compiler(wrapper: Any) -> Callable[..., Any]:
     """A copy with code of its own: the compiler skips it without skipping other wrappers."""
     copy = FunctionType(wrapper.__code__.replace(), wrapper.__globals__, closure=wrapper.__closure__)
     return dynamo_disabled(copy)
+
+
+def _is_in_backward(thread: int) -> bool:
+    """Whether the thread with this identity is in a backward: it may be writing to gradients."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 BACKWARDS: Final = Backwards()
@@ -104,7 +101,7 @@ class TrainingThread:
         own = threading.get_ident()
         if current_graph_task() != -1:
             return
-        if own != self._identity and BACKWARDS.runs_in(self._identity):
+        if own != self._identity and _is_in_backward(self._identity):
             raise CannotWatchError(
                 "several threads train the models of one watcher, and one stepped while another ran a backward, during "
                 "which no gradient can be read; call watch() once for each model that has its own thread"
@@ -119,7 +116,7 @@ class TrainingThread:
 
     def runs_backward(self) -> bool:
         """Whether it is in a backward."""
-        return BACKWARDS.runs_in(self._identity)
+        return _is_in_backward(self._identity)
 
     @property
     def is_another(self) -> bool:

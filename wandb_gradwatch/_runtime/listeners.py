@@ -1,13 +1,13 @@
 """Listeners to what a training does with gradients, and the wrappers of torch's functions that call them."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._boundary import Boundary, Call, Replacement
+from .._boundary import Boundary, Call, EntryPoints, Replacement
 
 
 class StepCounter:
@@ -102,9 +102,12 @@ class Listeners:
     Any thread may subscribe, unsubscribe or cause an event: events iterate over an immutable tuple of listeners.
     """
 
+    _needless_while_counting: Collection[str] = ()  # names of attributes
+
     def __init__(self) -> None:
         self._boundary = Boundary(self._failed)
         self._listeners: tuple[Listener, ...] = ()
+        self._counters: tuple[tuple[Listener, StepCounter | None], ...] = ()  # of each listener, if it counts
         # Re-entrant: a garbage collection in here may free a watched model, which unsubscribes a listener.
         self._lock = threading.RLock()
         self._replaced: dict[tuple[Any, str], Replacement] = {}  # by owner and name
@@ -113,6 +116,7 @@ class Listeners:
         with self._lock:
             self._listeners = (*self._listeners, listener)
             self._install()
+            self.counting_changes()
 
     def unsubscribe(self, listener: Listener) -> None:
         """Remove a listener. Idempotent."""
@@ -120,12 +124,21 @@ class Listeners:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
             if not self._listeners:
                 self._uninstall()
+            self.counting_changes()
+
+    def counting_changes(self) -> None:
+        """Turn off what no listener needs if all of them count, or on. Call it when one begins or ends to count."""
+        with self._lock:
+            self._counters = tuple([(listener, listener.counter) for listener in self._listeners])
+            are_counting = all([counter is not None for _, counter in self._counters])
+            for (_, name), one in self._replaced.items():
+                one.is_off = are_counting and name in self._needless_while_counting
 
     def _failed(self, error: Exception) -> None:
         for listener in self._listeners:
             listener.fail(error)
 
-    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
+    def _wrappers(self) -> Iterable[tuple[Any, str, EntryPoints]]:
         """Modules or classes, attribute names, and the entry points `before` and `after` calls of the attribute."""
         return ()
 
@@ -140,7 +153,7 @@ class Listeners:
                     known.undo()
                 self._replaced[owner, name] = self._replacement(owner, name, entry_points)
 
-    def _replacement(self, owner: Any, name: str, entry_points: dict[str, Callable[[Call], None]]) -> Replacement:
+    def _replacement(self, owner: Any, name: str, entry_points: EntryPoints) -> Replacement:
         return Replacement(owner, name, **entry_points)
 
     def _uninstall(self) -> None:

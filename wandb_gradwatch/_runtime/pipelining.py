@@ -6,22 +6,22 @@ that calls hooks, FSDP reduces after the last micro-batch, and every schedule di
 
 import gc
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 from torch import nn
 
-from .._boundary import Call, entry_point
+from .._boundary import Call, EntryPoints, entry_point
 from .listeners import Listeners
 
 
 class PipelineSchedules(Listeners):
     """Calls listeners around every step of a schedule that has a backward."""
 
-    def _wrappers(self) -> Iterable[tuple[Any, str, dict[str, Callable[[Call], None]]]]:
+    def _wrappers(self) -> Iterable[tuple[Any, str, EntryPoints]]:
         schedules = sys.modules.get("torch.distributed.pipelining.schedules")  # its import takes seconds
         classes = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-        entry_points: dict[str, Callable[[Call], None]] = {"before": self._step_begins, "at_exit": self._step_ends}
+        entry_points: EntryPoints = {"before": self._step_begins, "at_exit": self._step_ends}
         return [] if schedules is None else [(getattr(schedules, name), "step", entry_points) for name in classes]
 
     @entry_point()

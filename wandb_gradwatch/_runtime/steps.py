@@ -160,8 +160,8 @@ class StepHooks(Listeners):
     @entry_point()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         listeners: list[Listener] = []
-        for listener in self._listeners:
-            if (counter := listener.counter) is not None and counter.begins(optimizer):
+        for listener, counter in self._counters:
+            if counter is not None and counter.begins(optimizer):
                 continue
             if listener.follows(optimizer):
                 listener.end_counting(before_step=True)
@@ -197,8 +197,8 @@ class StepHooks(Listeners):
     @dynamo_disabled
     @entry_point()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for listener in self._listeners:
-            if (counter := listener.counter) is not None and counter.ends(optimizer):
+        for listener, counter in self._counters:
+            if counter is not None and counter.ends(optimizer):
                 listener.end_counting()
         if not self._under_way:
             return
