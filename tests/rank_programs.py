@@ -333,6 +333,21 @@ def nan_on_one_rank(rank: int, world: int, *, in_backward: tuple[int, ...], afte
     return report(watcher, sink)
 
 
+def nan_in_a_batch(rank: int, world: int, *, bad: int, sharded: bool):
+    """Give this rank a batch with NaN in the third of four steps, under FSDP2 or DDP, which average the gradients."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(build()) if sharded else nn.parallel.DistributedDataParallel(build())
+    watcher, sink = watch(model, rules=None, log_every=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        batch = batch_of(rank, step)
+        loss_of(model, batch * float("nan") if step == 2 and rank == bad else batch).backward()
+        optimizer.step()
+    return report(watcher, sink)
+
+
 def used_on_one_rank_only(rank: int, world: int, *, steps: int):
     """Train under DDP with unused parameters: only rank 0 uses one branch of the model."""
 

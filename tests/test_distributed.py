@@ -58,11 +58,12 @@ FSDP1 = [
 ]
 
 
-NAN = [  # ranks with NaN during and after the backward; the alert names those of the backward first
+NAN = [  # ranks with NaN during and after the backward, which under FSDP2 leaves the average over the ranks
     {"in_backward": (1,), "after_it": ()},
     {"in_backward": (), "after_it": (1,)},
     {"in_backward": (1,), "after_it": (0,)},
 ]
+BAD_BATCH = [{"bad": bad, "sharded": sharded} for sharded in (True, False) for bad in (0, 1)]
 IN_STEP = [  # what the optimizer itself does inside its step
     {"average": "in place"},
     {"average": "replace"},
@@ -85,6 +86,7 @@ def on_two_ranks():
     calls += [("fsdp1", {"steps": 3} | options) for options in FSDP1]
     calls += [("fsdp1_loss_scale", {"steps": 3, "clip": 0.1})]
     calls += [("nan_on_one_rank", options) for options in NAN]
+    calls += [("nan_in_a_batch", options) for options in BAD_BATCH]
     calls += [("used_on_one_rank_only", {"steps": 3})]
     calls += [("rank_that_watches_something_else", {"steps": 3})]
     calls += [("own_parts", options) for options in OWN_PARTS]
@@ -177,13 +179,26 @@ def test_fsdp1_with_its_own_gradient_scaler():
 
 
 @pytest.mark.parametrize("options", NAN, ids=str)
-def test_the_rank_and_the_layer_that_went_bad_first_are_named(options):
+def test_the_rank_that_went_bad_after_the_backward_is_named(options):
+    """A rank that holds NaN when the backward has averaged need not be the one that has made it."""
     main = result_of("nan_on_one_rank", **options)[0]
-    assert np.isnan(main["first_bad_rank"][:2]).all()
-    assert main["first_bad_rank"][2] == 1
+    is_known = not options["in_backward"]
+    assert main["first_bad_rank"] is None or np.isnan(main["first_bad_rank"][:2]).all()
     [text] = [text for text in main["alerts"] if text.startswith("Step 3: ") and "NaN in the gradient" in text]
-    assert "first on rank 1" in text
-    assert ("code between backward() and step()" in text) == (not options["in_backward"])
+    assert ("first on rank 1" in text) == is_known
+    assert ("on rank" in text) == is_known
+    assert ("code between backward() and step()" in text) == is_known
+
+
+@pytest.mark.parametrize("options", BAD_BATCH, ids=str)
+def test_no_rank_and_no_operation_is_blamed_for_a_batch_of_another_rank(options):
+    """The average is NaN on every rank: what one rank has seen of its own batch does not explain it."""
+    for rank, of_rank in enumerate(result_of("nan_in_a_batch", **options)):
+        [text] = [text for text in of_rank["alerts"] if text.startswith("Step 3: ") and "NaN in the gradient" in text]
+        assert "on rank" not in text
+        is_own = rank == options["bad"]
+        assert text.startswith("Step 3: NaN or Inf in the inputs.") == is_own
+        assert text.startswith("Step 3: The batch or the loss of another rank, or an operation") == (not is_own)
 
 
 def test_a_parameter_that_one_rank_uses_is_averaged_and_nothing_hangs():

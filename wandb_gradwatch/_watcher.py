@@ -455,7 +455,7 @@ def _info_of(registry: ParameterRegistry) -> ModelInfo:
     """What the judgement needs to know of the model: class names of the modules, and the parameters' shapes."""
     classes = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
     shapes = {registry.names[slot]: tuple(one.shape) for slot, one in registry.scan() if not is_lazy(one)}
-    return ModelInfo(classes, shapes)
+    return ModelInfo(classes, shapes, rank(), world_size())
 
 
 WATCHERS: Final[list[Watcher]] = []

@@ -290,5 +290,11 @@ _CAUSES: Final = (
         "bad_rank", "one bad rank", "Look at that rank's data and device",
         "look at that rank's part of the data and at its device; run it on another", _ALL,
     ),
+    Cause(
+        "another_rank", "the batch or the loss of another rank", "See what the other ranks say of it",
+        "see what the other ranks say of this step, and look at that rank's batch and loss; "
+        "watch(model, metrics=[Ranks()]) names the rank",
+        _BREAKS, lambda e: e.inputs_are_bad, "the batch or the loss of rank {rank}",
+    ),
 )  # fmt: skip
 CAUSES: Final = {cause.name: cause for cause in _CAUSES}

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from .._measure.columns import BoolArray, Column, FloatArray
+from ..snapshot import keys
 from ..snapshot._arrays import derived
 from .facts import X3, X5, X10, X30, Facts, where
 
@@ -182,6 +183,21 @@ class Evidence:
     @derived
     def loss_is_good(self) -> bool:
         return self.f.loss == self.f.loss and not self.f.bad_loss
+
+    @derived
+    def _bad_rank(self) -> float:
+        """The rank from which NaN or Inf comes; NaN if that is unknown."""
+        return self.f.metric(keys.FIRST_NONFINITE_RANK)
+
+    @derived
+    def is_of_another_rank(self) -> bool:
+        return self._bad_rank == self._bad_rank and self._bad_rank != self.structure.info.rank
+
+    @derived
+    def may_be_of_another_rank(self) -> bool:
+        """Whether what this rank has seen, all finite, does not explain NaN or Inf from the last layer back."""
+        is_unknown = self._bad_rank != self._bad_rank and self.structure.info.num_ranks > 1
+        return is_unknown and self.loss_is_good and not self.outputs_are_bad and not self.clean_after
 
     @derived
     def outputs_are_good(self) -> bool:

@@ -235,6 +235,11 @@ _PATTERNS: Final = (
         "wrong_sign", "ENLG", lambda e: e.f.loss_of_first < -5 and e.f.loss <= e.run.loss_least,
         lambda e: f"the loss falls without bound, to {number(e.f.loss)}", "unbounded_loss",
     ),
+    Pattern("another_rank", "N", lambda e: not e.is_broken and e.is_of_another_rank),
+    Pattern(
+        "another_rank", "N", lambda e: not e.is_broken and e.may_be_of_another_rank,
+        lambda e: "all that this rank has seen of its own batch is finite", "invalid_operation",
+    ),
     Pattern(
         "invalid_operation", "N", lambda e: not e.is_broken and e.loss_is_good,
         lambda e: f"the loss is finite, the gradient is not from {e.bad_at} back",

@@ -31,6 +31,8 @@ class ModelInfo:
 
     classes: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rank: int = 0
+    num_ranks: int = 1  # that train together: the gradients may come from the batches of others
 
 
 class Structure:

@@ -341,7 +341,8 @@ class Pipeline:
             names,
             self._shards.counted(len(names)),
             overhead_ratio,
-            has_shards=self._shards.any and not self._shards.are_averaged,
+            has_shards=self._shards.any,
+            are_averaged=self._shards.are_averaged,
             num_uncounted=self._parts.schedule.num_uncounted,
         )
         if self._whole is not None:

@@ -53,7 +53,8 @@ class RankWindow:
     # [P] True where this rank's rows are counted: it holds a shard, or is the one of several replicas to be counted
     counted: npt.NDArray[np.bool_]
     overhead_ratio: float = math.nan  # of this rank; not merged
-    has_shards: bool = True  # True: ranks hold different gradients, so an alert can name a rank
+    has_shards: bool = True  # whether ranks hold different gradients
+    are_averaged: bool = False  # whether the backward left averages over ranks, so that no alert can name one for them
     num_uncounted: int = 0  # steps in the number of a step that this process has not counted
 
     def of(self, samples: Sequence[ArrivedSample]) -> RankWindow:
@@ -201,7 +202,9 @@ def _unpack(sums: Sequence[FloatArray], extremes: Sequence[FloatArray], window: 
     ):
         said = {key: value for key, value in zip(_CHANGE, change, strict=True) if value != -np.inf}
         if window.has_shards and code != _NOTHING_BAD:
-            said[keys.FIRST_NONFINITE_RANK] = float(int(-code) % world)
+            place, rank = divmod(int(-code), world)
+            if not window.are_averaged or place >= len(window.names):  # after the backward
+                said[keys.FIRST_NONFINITE_RANK] = float(rank)
         known_scale = scale if math.isfinite(scale) else math.nan
         metrics = {**sample.metrics, **said}
         samples.append(replace(sample, rows=rows, skipped=bool(skipped), loss_scale=known_scale, metrics=metrics))

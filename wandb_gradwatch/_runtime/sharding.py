@@ -64,7 +64,8 @@ class Shards:
     def __init__(self) -> None:
         self.any = False  # whether any parameter is sharded; the same on every rank
         self.uses_fsdp1 = False
-        self.are_averaged = False  # by an engine: the rank that holds NaN need not be the one that has made it
+        # Whether the backward leaves averages over ranks: the rank that holds NaN need not be the one that has made it.
+        self.are_averaged = False
         self._rank = rank()  # known here: the user may destroy the default group before the last window ends
         # By the slot of a sharded parameter: the ranks that hold its shards, and whether this rank's shard is counted,
         # if these ranks include the parameter's first rank. Shards of other ranks are replicas.
@@ -77,6 +78,7 @@ class Shards:
             return
         flat = _fsdp1_parameters(models)
         self.uses_fsdp1 = bool(flat)
+        self.are_averaged |= self.uses_fsdp1 or _uses_fsdp2(models)
         for slot, parameter in entries:
             self._shares.pop(slot, None)
             if is_sharded(parameter):
@@ -125,6 +127,11 @@ def _fsdp1_units(models: Sequence[nn.Module]) -> list[Any]:
         return []
     cls = fsdp1.FullyShardedDataParallel
     return [module for model in models for module in model.modules() if isinstance(module, cls)]
+
+
+def _uses_fsdp2(models: Sequence[nn.Module]) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for model in models for one in model.modules())
 
 
 def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:
