@@ -12,7 +12,7 @@ from .._runtime.autograd import current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.listeners import Listener, StepCounter
 from .._runtime.sharding import world_size
-from .._runtime.steps import is_torchs
+from .._runtime.steps import is_torchs, parameters_of
 from .backward_events import BackwardEvents
 from .commits import Commits
 from .open_sample import OpenSample
@@ -75,6 +75,33 @@ class StepEvents(Listener):
         if has_lost_all or (not (follows or parts.updates.by_steps) and self._clock.marked):
             parts.wiring.stepped_without_the_model(optimizer)
         return follows
+
+    @entry_point(lambda: False)
+    def updates(self, optimizer: Optimizer) -> bool:
+        return not self._parts.registry.slot_of_id.keys().isdisjoint(map(id, parameters_of(optimizer)))
+
+    @contained
+    def steps_replayed(self, number: int) -> None:
+        parts, clock, commits = self._parts, self._clock, self._commits
+        parts.notices.say(
+            "captured step",
+            "a CUDA graph replays the optimizer's step, without any Python: such steps are counted, but they are not "
+            "measured, and guard= cannot skip them. To have them measured, capture the forward and the backward only, "
+            "and call optimizer.step() after each replay.",
+        )
+        parts.updates.step_seen()
+        self._rest.end()
+        commits.commit(clock.close())
+        if clock.backwards:  # only the optimizer's step is in the graph: its gradients were measured
+            commits.commit(clock.update())
+            number -= 1
+        parts.hooks.take_reached()  # what the captured backward has reached
+        for _ in range(number):
+            clock.step += 1
+            if parts.schedule.window_is_full(clock.step):
+                commits.flush_window(is_full=True)
+        self._sample.begin()
+        self._deliver()
 
     @entry_point(lambda: False)
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
