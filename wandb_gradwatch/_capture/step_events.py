@@ -136,6 +136,12 @@ class StepEvents(Listener):
             if not parts.is_measured:  # a measured step must not take them for what a backward has left
                 parts.seen.note(entries)
         parts.settle()
+        if parts.is_measured and clock.backwards == 1 and not inside_backward:
+            entries = parts.optimizers.entries(optimizer)
+            if not parts.updates.in_hooks and self._sample.fresh.were_taken_away(entries):
+                parts.updates.made_before_step(clock.open_step)
+                parts.window.clear(sorted(parts.seen.states))  # at most one gradient of many
+                parts.hooks.tell_arrivals(parts.registry.scan())
         if parts.is_measured and not isinstance(optimizer, EngineStep):
             received = self._sample.received
             received.inspect(optimizer, inside_backward=inside_backward)
