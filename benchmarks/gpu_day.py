@@ -71,11 +71,12 @@ def _kernels(name: str, seconds: int, what: str, rounds: int) -> Part:
 
 def _monitors(name: str, seconds: int, model: str, *options: str) -> Part:
     # Ours first: if the limit cuts the part off, it cuts off others.
-    module = ("benchmarks", "--models", model, "--json", _JSON, "--pairs", "12", *options)
+    module = ("benchmarks", "--models", model, "--json", _JSON, *options)
     module += ("--monitors", "gradwatch**, default", "gradwatch**, every step", "_foreach_norm", "module-monitor")
     module += ('"gradients", every step', "1000")
     # In Triton's interpreter a sample would take a second.
-    return Part(name, ("-m", *module), seconds, ("wandb",), (*_PRETENDED, "--without-triton", *module, "--tiny"))
+    dry = (*_PRETENDED, "--without-triton", *module, "--tiny", "--pairs", "4")
+    return Part(name, ("-m", *module, "--pairs", "12"), seconds, ("wandb",), dry)
 
 
 PARTS = (  # the most valuable first

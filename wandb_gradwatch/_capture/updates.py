@@ -91,8 +91,8 @@ class Updates:
         self._notices.say(
             "updates inside the backward",
             "hooks on the parameters take the gradients away during the backward, as an optimizer that is fused into "
-            f"the backward does: from step {step + 1} on each gradient is measured before these hooks run. Changes that "
-            f"the hooks make to a gradient are not seen, and guard= cannot skip a step.{advice}",
+            f"the backward does: from step {step + 1} on each gradient is measured before these hooks run. Changes "
+            f"that the hooks make to a gradient are not seen, and guard= cannot skip a step.{advice}",
         )
 
     def _are_held(self) -> bool:
