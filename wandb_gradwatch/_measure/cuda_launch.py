@@ -261,14 +261,12 @@ def _queue(
         return
     constants["enable_fp_fusion"] = True  # overrides TRITON_DEFAULT_FP_FUSION, so that sums are the same in all runs
     if only_compile_for is None and variant in _compiled:
-        made = kernel[(num_programs,)](*arguments, **constants)
-        if kernels.can_launch_again(made):
-            _launched[variant] = made
+        _remember(variant, kernel[(num_programs,)](*arguments, **constants))
         return
     name = "-".join(map(str, (kernel.fn.__name__, *variant[2:])))
     with _compiling, after_other_processes(name, longest=_LONGEST):
         if only_compile_for is None:
-            _whatever_happens(lambda: kernel[(num_programs,)](*arguments, **constants))
+            _remember(variant, _whatever_happens(lambda: kernel[(num_programs,)](*arguments, **constants)))
         elif variant not in _compiled:
             _whatever_happens(
                 lambda: kernels.build_launcher(kernel.warmup(*arguments, grid=(num_programs,), **constants))
@@ -276,19 +274,24 @@ def _queue(
         _compiled.add(variant)
 
 
-def _whatever_happens(compile_kernel: Callable[[], Any]) -> None:
+def _remember(variant: tuple[Any, ...], launched: Any) -> None:
+    if kernels.can_launch_again(launched):
+        _launched[variant] = launched
+
+
+def _whatever_happens(compile_kernel: Callable[[], Any]) -> Any:
     """Compile even if warnings are errors, and even if the folder for compiled kernels is not writable."""
     try:
-        compile_kernel()
+        return compile_kernel()
     except Warning:  # from Triton, under `python -W error`
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile_kernel()
+            return compile_kernel()
     except OSError:  # a read-only home, or a full disk
         before = os.environ.get("TRITON_CACHE_DIR")
         os.environ["TRITON_CACHE_DIR"] = _temporary_folder().name
         try:
-            compile_kernel()
+            return compile_kernel()
         finally:
             if before is None:
                 del os.environ["TRITON_CACHE_DIR"]
