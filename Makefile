@@ -14,7 +14,7 @@ INSTALL_FAILED = { echo "Installing failed: pip's message is above. Without a ne
 PIP_FIND_LINKS to a copy." >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench gpu docs constraints clean
+.PHONY: help demo test test-all lint bench gpu gpu-dry docs constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,8 +36,11 @@ lint: $(DEVELOPMENT) ## style, formatting and types
 bench: $(DEVELOPMENT) ## measure the cost of watching and of other monitors (20 minutes); write it to README.md and docs/
 	@$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks.table
 
-gpu: $(DEVELOPMENT) ## on a machine with a GPU: run all tests and benchmarks that need one (10 minutes); write docs/gpu.md
+gpu: $(DEVELOPMENT) ## on a machine with a GPU: all tests and benchmarks that need one (9 minutes); again: continue; write docs/gpu.md
 	@$(BIN)/python -m benchmarks.gpu_day; status=$$?; $(BIN)/python -m benchmarks.gpu_day --page; exit $$status
+
+gpu-dry: $(DEVELOPMENT) ## without a GPU: check on a simulated one that every part of `make gpu` runs
+	@$(BIN)/python -m benchmarks.gpu_day --dry
 
 docs: $(DEVELOPMENT) ## build the documentation site in build/docs: the pages of docs/ and the API
 	@$(BIN)/python -m mkdocs build --quiet && echo "build/docs/index.html"

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from benchmarks.traffic import count_host_reads, monitor_rows, offline_run, peak
 _TRAFFIC_STEPS = 3
 _MONITOR_SECONDS = 10.0  # after this time the pairs of a slow monitor end with the current cycle
 _FEWEST_PAIRS = 4
+_REAL_STEPS_SECONDS = 2.0
 _TRIMMED = 0.25  # share of the pairs of one kind that is trimmed at either end, as disturbed by other programs
 
 
@@ -179,9 +179,16 @@ class Bench:
 
 
 def measure_task(
-    task: Task, device: torch.device, monitors: list[Monitor], pairs: int, say: Callable[[str], None]
-) -> TaskResult:
-    """Measure all monitors on one model."""
+    task: Task, device: torch.device, monitors: dict[Monitor, int], say: Callable[[str], None]
+) -> Iterator[TaskResult]:
+    """Measure monitors on one model.
+
+    Args:
+        monitors: with the number of pairs of each.
+
+    Yields:
+        The results so far, after each monitor: what is measured survives if the next monitor takes too long.
+    """
     with offline_run() as run, offline_run("create_new") as twins_run, contextlib.ExitStack() as stack:
         bench = Bench(task, device, run)
         for _ in range(WARM_UP):
@@ -197,17 +204,17 @@ def measure_task(
             batch=task.batch.get(device.type, ""),
             step_ms=step_ms,
             pass_ms=statistics.median(_pass_ms(bench) for _ in range(5)),
-            pairs=pairs,
+            pairs=max(monitors.values()),
         )
-        monitors = [monitor for monitor in monitors if step_ms is not None or not monitor.settles]
-        for monitor in monitors:
+        for monitor, pairs in monitors.items():
+            if step_ms is None and monitor.settles:
+                continue
             say(f"{task.name}: {monitor.name}")
             measured = _measure(task, device, (run, twins_run), monitor, pairs, step_ms or 0.0)
-            result.costs[monitor.name] = _cost(monitor, measured, _cycle(task, monitor) / monitor.every)
-    say(f"{task.name}: what is sent")
-    for monitor in monitors:
-        _add_traffic(bench, monitor, result.costs[monitor.name])
-    return result
+            cost = _cost(monitor, measured, _cycle(task, monitor) / monitor.every)
+            _add_traffic(bench, monitor, cost)
+            result.costs[monitor.name] = cost
+            yield result
 
 
 def _cycle(task: Task, monitor: Monitor) -> int:
@@ -328,10 +335,9 @@ def _mean_wall(steps: list[tuple[float, float]]) -> float:
 
 
 def _real_step_ms(bench: Bench) -> float:
-    steps = 200 if not bench.light else 4
     bench.step(Attached(), light=False)
-    taken = []
-    for _ in range(steps):
+    taken: list[float] = []
+    while len(taken) < 4 or (not bench.light and len(taken) < 200 and sum(taken) < _REAL_STEPS_SECONDS):
         bench.wait()
         began = time.perf_counter()
         bench.step(Attached(), light=False)
@@ -357,7 +363,7 @@ def _pass_ms(bench: Bench) -> float:
 def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
     """Run a few steps in a separate run; its file afterwards holds what W&B would receive."""
     steps = _TRAFFIC_STEPS
-    with offline_run() as run:
+    with offline_run("create_new") as run:
         bench.run = run
         for _ in range(WARM_UP):
             bench.step(Attached())
@@ -380,10 +386,12 @@ def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
 
 
 def chosen_monitors(names: list[str], device_type: str) -> list[Monitor]:
-    """Return the monitors that run here and whose name contains one of these words, plus the one that does nothing."""
+    """Return the monitors that run here and whose name contains one of these words, in the order of the words.
+
+    The one that does nothing is always the first.
+    """
     installed = [monitor for monitor in MONITORS if monitor.runs_on(device_type)]
     if not names:
         return installed
-    wanted = (any(name.lower() in monitor.name.lower() for name in names) for monitor in installed)
-    chosen = list(itertools.compress(installed, wanted))
-    return chosen if installed[0] in chosen else [installed[0], *chosen]
+    chosen = (monitor for name in names for monitor in installed if name.lower() in monitor.name.lower())
+    return list(dict.fromkeys([installed[0], *chosen]))

@@ -6,6 +6,7 @@ CUDA events, with the device kept busy until the host has queued everything; hos
 once. Finally the time that watching adds to a real training step is measured (kernel_step.py).
 
     python -m benchmarks.kernel [--models "GPT-2 small" ...] [--dtypes bfloat16 ...] [--rounds 20] [--json FILE]
+        [--what lists step]
 
 A failure is printed with its traceback and named in the table; the other parts still run, and the exit status is 1. The
 JSON is written after every part. --tiny only checks that everything runs.
@@ -194,10 +195,12 @@ def benchmark(
     for name, candidate in candidates.items():
         if name not in failures:
             gpu, host = (statistics.median(column) for column in zip(*times[name], strict=True))
-            figures[name] = {"gpu_ms": gpu, "host_ms": host, "gb_per_s": candidate.num_bytes / gpu / 1e6}
+            num_bytes = candidate.num_bytes
+            figures[name] = {"gpu_ms": gpu, "host_ms": host, "num_bytes": num_bytes, "gb_per_s": num_bytes / gpu / 1e6}
     copy = figures.get("copy", {}).get("gb_per_s", float("nan"))
     for figure in figures.values():
         figure["of_copy"] = figure["gb_per_s"] / copy
+        figure["limit_ms"] = figure["num_bytes"] / copy / 1e6
     return {"candidates": figures, "failures": failures}
 
 
@@ -220,6 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--dtypes", nargs="+", choices=["bfloat16", "float32", "float16"], default=["bfloat16", "float32"]
     )
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--what", nargs="+", choices=["lists", "step"], default=["lists", "step"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="a few small tensors instead of the models")
     options = parser.parse_args(arguments)
@@ -238,7 +242,7 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
     print(report["machine"])
     clock = Clock(1000) if options.tiny else Clock()
     lists = {"tiny": TINY} if options.tiny else {name: MODELS[name]() for name in options.models}
-    for model, shapes in lists.items():
+    for model, shapes in lists.items() if "lists" in options.what else ():
         for dtype in options.dtypes:
             print(f"{model}, {dtype}: {len(shapes)} tensors, {num_elements(shapes) / 1e6:.1f} million elements")
             warming = 0 if options.tiny else 3
@@ -254,10 +258,11 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
             report["results"].append({"model": model, "dtype": dtype, **result})
             _write(report, options.json)
             _attempt("freeing memory", report["failures"], torch.cuda.empty_cache)
-    rounds = min(options.rounds, 5)
-    added = _attempt("a step", report["failures"], lambda: measure_added_time(tiny=options.tiny, rounds=rounds))
-    report["added_time"] = None if added is None else asdict(added)
-    _write(report, options.json)
+    if "step" in options.what:
+        rounds = min(options.rounds, 5)
+        added = _attempt("a step", report["failures"], lambda: measure_added_time(tiny=options.tiny, rounds=rounds))
+        report["added_time"] = None if added is None else asdict(added)
+        _write(report, options.json)
     return report
 
 

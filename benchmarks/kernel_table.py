@@ -6,21 +6,14 @@ from typing import Any
 
 from benchmarks.kernel_step import AddedTime
 
+_MOST_OF_THE_LIMIT = 1.4
+OURS = ("columns", "+ parameters", "+ histogram", "all", "sum_sq")  # the candidates of kernel.py that are ours
 BEGIN, END = "<!-- kernel:begin -->", "<!-- kernel:end -->"
 
 
 def render(report: dict[str, Any]) -> str:
     """The table: every list, what of ours and of others' takes how long, and the real step."""
-    names = list(dict.fromkeys(name for result in report["results"] for name in result["candidates"]))
-    lines = [
-        f"{report['machine']['device']}: GPU ms (share of a copy's bandwidth) / host ms.",
-        "",
-        "| list | " + " | ".join(names) + " |",
-        "|---|" + "---|" * len(names),
-    ]
-    for result in report["results"]:
-        cells = [_cell(result["candidates"].get(name)) for name in names]
-        lines.append(f"| {result['model']}, {result['dtype']} | " + " | ".join(cells) + " |")
+    lines = [*_lists(report), "", *_limits(report)] if report["results"] else []
     if report["added_time"] is not None:
         added = AddedTime(**report["added_time"])
         lines += [
@@ -31,6 +24,40 @@ def render(report: dict[str, Any]) -> str:
     if failed := failures_of(report):
         lines += ["", *(f"Failed: {what}: {why.removesuffix('.')}." for what, why in failed.items())]
     return "\n".join(lines)
+
+
+def _lists(report: dict[str, Any]) -> list[str]:
+    names = list(dict.fromkeys(name for result in report["results"] for name in result["candidates"]))
+    lines = [
+        f"{report['machine']['device']}: GPU ms (share of a copy's bandwidth) / host ms.",
+        "",
+        "| list | " + " | ".join(names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for result in report["results"]:
+        cells = [_cell(result["candidates"].get(name)) for name in names]
+        lines.append(f"| {result['model']}, {result['dtype']} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _limits(report: dict[str, Any]) -> list[str]:
+    """What must be read, how long a copy at its bandwidth takes for that, and how long the kernels take."""
+    lines = [
+        "The limit is the time in which a copy moves the bytes that must be read.",
+        "",
+        "| list | measured | million bytes | limit, ms | ours, ms | times the limit |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for result in report["results"]:
+        for name in OURS:
+            figure = result["candidates"].get(name)
+            cells = ["not done"] * 4
+            if figure is not None:
+                limit = figure["gpu_ms"] * figure["of_copy"]
+                cells = [f"{figure['gb_per_s'] * figure['gpu_ms']:.1f}", f"{limit:.3f}", f"{figure['gpu_ms']:.3f}"]
+                cells.append(f"{figure['gpu_ms'] / limit:.2f}")
+            lines.append(f"| {result['model']}, {result['dtype']} | {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def sentence(report: dict[str, Any]) -> str:
@@ -76,6 +103,11 @@ def targets(report: dict[str, Any]) -> list[str]:
         ("1.2B bf16, + histogram, share of a copy", billion.get("+ histogram", {}).get("of_copy"), 0.35, True),
         ("GPT-2 small bf16, all, GPU ms", small.get("all", {}).get("gpu_ms"), 0.5, False),
         ("GPT-2 small bf16, all, host ms", small.get("all", {}).get("host_ms"), 0.3, False),
+        *(
+            (f"{model} {dtype}, all, times the limit", share and 1 / share, _MOST_OF_THE_LIMIT, False)
+            for (model, dtype), candidates in figures.items()
+            for share in (candidates.get("all", {}).get("of_copy"),)
+        ),
         ("a training step, share added", added and added.added_ratio, 0.01, False),
         ("a training step, waits of the host more", added and added.num_waits, 0, False),
     ]

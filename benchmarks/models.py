@@ -8,16 +8,18 @@ that takes seconds, and monitors do the same work in both. On a GPU large models
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.shapes import gpt_1b, mlp
+from benchmarks.shapes import mlp
 
 # B batch, T tokens, D width, H heads
+
+VOCABULARY = 50257
 
 
 class TinyMLP(nn.Module):
@@ -88,9 +90,11 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    def __init__(self, *, layers: int = 12, width: int = 768, heads: int = 12) -> None:
+    def __init__(
+        self, *, layers: int = 12, width: int = 768, heads: int = 12, context: int = 1024, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(50257, width), nn.Embedding(1024, width)
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
 
@@ -174,8 +178,10 @@ def _random_images(size: int, device: torch.device) -> Callable[[], tuple[Tensor
     return lambda: (images, torch.zeros(size, dtype=torch.long, device=device))
 
 
-def _random_tokens(size: int, length: int, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
-    tokens = torch.randint(0, 50257, (size, length + 1), device=device)
+def _random_tokens(
+    size: int, length: int, device: torch.device, *, vocabulary: int = VOCABULARY
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    tokens = torch.randint(0, vocabulary, (size, length + 1), device=device)
     return lambda: (tokens[:, :-1], tokens[:, 1:])
 
 
@@ -190,12 +196,24 @@ def _resnet(device: torch.device) -> Trainee:
 
 def _gpt2(device: torch.device) -> Trainee:
     size, length = (2, 256) if device.type == "cpu" else (8, 1024)
-    return Trainee(GPT2().to(device), _random_tokens(size, length, device))
+    with device:
+        net = GPT2()
+    return Trainee(net, _random_tokens(size, length, device))
 
 
 def _billion(device: torch.device) -> Trainee:
     with device:
-        return Trainee(TensorList(gpt_1b(), torch.bfloat16), None)
+        net = GPT2(layers=22, width=2048, heads=16, context=2048).to(torch.bfloat16)
+    return Trainee(net, _random_tokens(4, 1024, device))
+
+
+def _small_gpt(dtype: torch.dtype) -> Callable[[torch.device], Trainee]:
+    def make(device: torch.device) -> Trainee:
+        with device:
+            net = GPT2(layers=1, width=8, heads=2, context=8, vocabulary=16).to(dtype)
+        return Trainee(net, _random_tokens(1, 8, device, vocabulary=16))
+
+    return make
 
 
 TASKS = {
@@ -215,5 +233,14 @@ TASKS = {
     "gpt2": Task(
         "GPT-2 small", _gpt2, {"cpu": "2 x 256 tokens", "cuda": "8 x 1024 tokens"}, light=True, steps=4, pairs=16
     ),
-    "1b": Task("1.2B tensors, bf16", _billion, {}, light=True, steps=3, pairs=6),
+    "1b": Task(
+        "GPT 1.2B, bfloat16", _billion, {"cuda": "4 x 1024 tokens"}, light=True, steps=3, pairs=6, settled_pairs=25
+    ),
+}
+
+# The same tasks in sizes that only check that everything runs.
+TINY_TASKS = {
+    "mlp": replace(TASKS["mlp"], steps=4, block=1, settled_pairs=0),
+    "gpt2": replace(TASKS["gpt2"], make=_small_gpt(torch.float32), settled_pairs=0),
+    "1b": replace(TASKS["1b"], make=_small_gpt(torch.bfloat16), settled_pairs=0),
 }

@@ -228,7 +228,7 @@ def test_offsets_and_counts_are_right_beyond_32_bits() -> None:
     assert histogram is not None
     assert histogram.sum() == 2 * CHUNK
 
-    partials = torch.full((kernels.NUM_PARTIALS, 2), 2.0**31 + 1, dtype=torch.float64, device=DEVICE)
+    partials = torch.full((cuda_plan.NUM_PARTIALS, 2), 2.0**31 + 1, dtype=torch.float64, device=DEVICE)
     rows.zero_()
     arguments = (plan.table.device_table, plan.tensors, partials, plan.one, plan.one, rows, 1, 1, 2)
     cuda_launch._queue(None, kernels.fold, 1, *arguments, NUM_COLUMNS=rows.shape[1], BLOCK=FOLD_BLOCK)
@@ -311,23 +311,50 @@ def test_warming_up_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatc
     assert cuda_launch._compiled == set()
 
 
-def test_a_thread_does_not_read_the_gradients_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_that_differ_from_the_one_before_in_one_tensor_are_measured_as_they_are() -> None:
+    numbers = torch.arange(1.0, 31.0, device=DEVICE)
+    others = {
+        "as before": numbers[:24].clone(),
+        "of other values": numbers[:24] * 2,
+        "smaller": numbers[:20].clone(),
+        "of another shape": numbers[:24].clone().reshape(4, 6),
+        "of another dtype": numbers[:24].to(torch.bfloat16),
+        "transposed": numbers[:24].clone().reshape(4, 6).t(),
+        "every other element": numbers[:24:2],
+        "unaligned": numbers[1:25],
+        "negated": torch._neg_view(numbers[:24].clone()),
+        "a parameter": torch.nn.Parameter(numbers[:24].clone()),
+        "sparse": numbers[:24].clone().to_sparse(),
+        "in an unknown dtype": numbers[:24].to(torch.float8_e5m2),
+    }
+    same = [torch.ones(5, device=DEVICE), torch.full((70,), 2.0, device=DEVICE)]
+    kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
+    for other in [one for what in others for one in (others["as before"], others[what])]:
+        gradients = [*same, other]
+        rows, _ = cuda_launch.measure(gradients, gradients, **kwargs)
+        expected, _ = reference.measure(gradients, gradients, **kwargs)
+        torch.testing.assert_close(rows, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_tensors", [1, 3])
+def test_a_thread_does_not_read_the_gradients_of_another(monkeypatch: pytest.MonkeyPatch, num_tensors: int) -> None:
     """Two models of the same shapes that train in different threads share one table of addresses."""
     kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
     mine, theirs = torch.full((5,), 1.0, device=DEVICE), torch.full((5,), 2.0, device=DEVICE)
-    prepare, they_have_prepared = cuda_launch.prepare, threading.Event()
-    other = threading.Thread(target=lambda: cuda_launch.measure([theirs], None, **kwargs))
+    prepare, they_have_prepared = cuda_launch._prepare_any, threading.Event()
+    cuda_launch.measure([mine] * num_tensors, None, **kwargs)  # from now on longer lists are recognised
+    other = threading.Thread(target=lambda: cuda_launch.measure([theirs] * num_tensors, None, **kwargs))
 
-    def interrupted(elements: list[torch.Tensor], *arguments: Any) -> cuda_plan.Plan:
-        plan = prepare(elements, *arguments)
+    def interrupted(elements: list[torch.Tensor], *arguments: Any) -> Any:
+        prepared = prepare(elements, *arguments)
         if elements[0] is mine:
             other.start()
             they_have_prepared.wait(0.2)  # times out: the other thread must wait for this launch
         else:
             they_have_prepared.set()
-        return plan
+        return prepared
 
-    monkeypatch.setattr(cuda_launch, "prepare", interrupted)
-    rows, _ = cuda_launch.measure([mine], None, **kwargs)
+    monkeypatch.setattr(cuda_launch, "_prepare_any", interrupted)
+    rows, _ = cuda_launch.measure([mine] * num_tensors, None, **kwargs)
     other.join()
     assert rows[0, Column.GRAD_SUM].item() == 5.0

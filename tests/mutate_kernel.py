@@ -124,7 +124,7 @@ def main() -> None:
 
 def run(healthy: Path, files: list[str]) -> int:
     """Plant the faults of these files, by default of all, print which are caught, and return 0 if all are."""
-    if is_caught(Fault("nothing", KERNEL, "NUM_PARTIALS: Final", "NUM_PARTIALS: Final"), healthy):
+    if is_caught(Fault("nothing", PLAN, "NUM_PARTIALS: Final", "NUM_PARTIALS: Final"), healthy):
         print("the tests fail without a fault")
         return 1
     chosen = [fault for fault in FAULTS if not files or fault.file in files]

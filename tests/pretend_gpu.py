@@ -27,6 +27,8 @@ from typing import Any, Final
 import torch
 from pretend_streams import STREAMS, Stream
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -74,6 +76,7 @@ class _Machine:
     num_questions: int = 0  # number of Event.query() calls
     num_pinned: int = 0  # number of allocations of pinned memory
     current: torch.device = CUDA
+    is_capturing: bool = False
 
     def wait(self, what: str) -> None:
         """Record that the host waits for the device; raise or warn as set_sync_debug_mode() says."""
@@ -309,10 +312,18 @@ def _is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
+def _device_of_context() -> torch.device | None:
+    """Return the device of the innermost `with torch.device(...)`; torch.get_default_device() would make a tensor."""
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return modes[-1].device if modes else None
+
+
 def _factory(name: str) -> Callable[..., Tensor]:
     original = getattr(torch, name)
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") is None:
+            kwargs["device"] = _device_of_context()
         on_device = _is_cuda(kwargs.get("device"))
         device = CUDA
         if on_device:
@@ -320,7 +331,8 @@ def _factory(name: str) -> Callable[..., Tensor]:
         pinned = kwargs.pop("pin_memory", False)
         if on_device and name in ("tensor", "as_tensor"):
             GPU.wait(f"torch.{name}(..., device='cuda')")
-        result: Tensor = original(*args, **kwargs)
+        with torch._C.DisableTorchFunction() if on_device else contextlib.nullcontext():
+            result: Tensor = original(*args, **kwargs)
         if pinned:
             GPU.num_pinned += 1
             result.pinned = True  # type: ignore[attr-defined]
@@ -410,6 +422,28 @@ class Event:
         GPU.finish(GPU.pending.index(waiting[-1]) + 1 if waiting else 0)
 
 
+class Graph:
+    """The part of `torch.cuda.CUDAGraph` that Python sees: a capture runs everything, and a replay changes nothing."""
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        GPU.is_capturing = True
+
+    def capture_end(self) -> None:
+        GPU.is_capturing = False
+
+    def replay(self) -> None:
+        assert not GPU.is_capturing
+
+
+@contextlib.contextmanager
+def _captured(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
+    graph.capture_begin()
+    try:
+        yield
+    finally:
+        graph.capture_end()
+
+
 @contextlib.contextmanager
 def _device_made_current(device: Any) -> Iterator[None]:
     before, GPU.current = GPU.current, _known_device(device)
@@ -482,7 +516,8 @@ def install() -> None:
                 getattr(module, kinds).append(Pretend)
     cuda: Any = torch.cuda
     cuda.is_available = cuda.is_initialized = lambda: True
-    cuda.is_current_stream_capturing = lambda: False
+    cuda.is_current_stream_capturing = lambda: GPU.is_capturing
+    cuda.CUDAGraph, cuda.graph = Graph, _captured
     cuda.device_count, cuda.current_device = lambda: 2, lambda: GPU.current.index
     # The CPU's random number generator replaces that of the device.
     cuda.get_rng_state, cuda.set_rng_state = (
@@ -499,6 +534,8 @@ def install() -> None:
     cuda.is_bf16_supported = lambda *_: True
     cuda._sleep = lambda _: None
     cuda.empty_cache = lambda: None
+    cuda.reset_peak_memory_stats = lambda *_: None
+    cuda.max_memory_allocated = lambda *_: 0
     cuda.set_sync_debug_mode = lambda mode: setattr(GPU, "mode", mode)
     with contextlib.suppress(ImportError):
         from triton.runtime import interpreter

@@ -1,12 +1,11 @@
 """Tests that need a GPU: correct statistics on it, and no wait of the host. Skipped without a GPU.
 
-Without a GPU, test_gpu_dry.py runs this file on a simulated one (pretend_gpu.py), except tests marked `real`.
+Without a GPU, test_gpu_dry.py runs this file on a simulated one (pretend_gpu.py).
 """
 
 from __future__ import annotations
 
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 STEPS = 3
 PRETENDED = torch.cuda.is_available() and torch.cuda.get_device_name() == "a pretended GPU"
 QUICK = "torch" if PRETENDED else "auto"  # Triton's interpreter takes milliseconds for each tensor
-real = pytest.mark.skipif(PRETENDED, reason="needs more of a GPU than can be pretended")
 
 
 def train(model, kind, steps):
@@ -296,101 +294,6 @@ def test_poison_leaves_no_trace_on_the_gpu(fused):
         assert torch.equal(guarded, clean)
 
 
-@real
-def test_a_cuda_graph_may_hold_the_launches():
-    from wandb_gradwatch._measure import cuda_launch
-
-    gradient = torch.ones(100_000, device="cuda")
-    kwargs = {"dead": False, "inverse_scale": None, "histogram": True}
-    plan = cuda_launch.prepare([gradient])
-    cuda_launch.launch(plan, **kwargs)  # compiled before
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows, histogram = cuda_launch.launch(plan, **kwargs)
-    for value in (2.0, -3.0):
-        gradient.fill_(value)
-        graph.replay()
-        assert rows[0, 5].item() == value * 100_000  # GRAD_SUM
-        assert histogram.sum().item() == 100_000
-
-
-@real
-def test_a_graph_is_captured_while_another_thread_polls_for_arrived_samples():
-    from wandb_gradwatch._measure.events import Event
-
-    event, done, asked = Event(), threading.Event(), []
-    event.record(torch.cuda.current_stream())
-
-    def ask():
-        while not done.is_set():
-            asked.append(event.query())
-
-    thread, static, graph = threading.Thread(target=ask), torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
-    thread.start()
-    with torch.cuda.graph(graph):
-        before = len(asked)
-        for _ in range(1000):
-            static.add_(1)
-    during = len(asked) - before
-    done.set()
-    thread.join()
-    graph.replay()
-    assert static.sum().item() == 8000
-    assert during > 0
-
-
-@real
-def test_a_graph_is_captured_while_the_kernels_are_still_being_compiled():
-    model = build().cuda()
-    watcher, sink = watch(model)  # begins to compile in the background
-    static = torch.zeros(8, device="cuda")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static.add_(1)
-    graph.replay()
-    assert static.sum().item() == 8
-    train(model, "plain", 1)
-    assert samples(watcher, sink).steps.tolist() == [1]
-
-
-@real
-@pytest.mark.parametrize("guard", [None, "skip"])
-def test_a_step_that_a_graph_replays_is_trained_as_usual_and_not_sampled(guard):
-    def train(watched):
-        torch.manual_seed(0)
-        model, loss_fn = nn.Linear(8, 8).cuda(), nn.MSELoss()
-        batch = torch.randn(4, 8, device="cuda")
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, capturable=True)
-        watcher, sink = watch(model, guard=guard) if watched else (None, None)
-
-        def step():
-            optimizer.zero_grad(set_to_none=True)
-            loss_fn(model(batch), batch).backward()
-            optimizer.step()
-
-        side = torch.cuda.Stream()  # torch requires the steps before a capture on a side stream
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        for _ in range(5):
-            graph.replay()
-        step()
-        torch.cuda.synchronize()
-        seen = None if watcher is None else samples(watcher, sink).steps.tolist()
-        return [parameter.detach().cpu() for parameter in model.parameters()], seen
-
-    (plain, _), (watched, seen) = train(False), train(True)
-    assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
-    assert seen == [1, 2, 3, 4]  # the replays are not among them
-
-
 def test_optimizers_inside_the_backward():
     model = Chosen(a=2, b=1).cuda()
     optimizers = {p: torch.optim.SGD([p], lr=0.0) for p in model.parameters()}
@@ -407,22 +310,6 @@ def test_optimizers_inside_the_backward():
     for handle in handles:
         handle.remove()
     assert samples(watcher, sink).total_grad_norm.tolist() == [13, 26]
-
-
-def test_a_training_on_a_stream_of_its_own_and_a_flush_outside_of_it():
-    def seen(stream):
-        torch.manual_seed(0)
-        model = build().cuda()
-        watcher, sink = watch(model, backend=QUICK)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            train(model, "clip", 3 if PRETENDED else 10)
-        snapshot = samples(watcher, sink)  # this stream was not told to wait for the other
-        return snapshot.grad_norm, snapshot.histogram.sum()
-
-    (norms, count), (expected_norms, expected_count) = seen(torch.cuda.Stream()), seen(torch.cuda.current_stream())
-    np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)  # matrix products may differ in their last digits
-    assert count == expected_count
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])

@@ -1,4 +1,4 @@
-"""Run test_gpu.py on a simulated GPU, with the kernels in Triton's interpreter."""
+"""Run test_gpu.py and test_gpu_regimes.py on a simulated GPU, with the kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_what_runs_on_a_gpu_runs_on_a_pretended_one() -> None:
     path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "pytest", "-p", "pretend_gpu", "-p", "no:cacheprovider"]
-    suites = [str(HERE / name) for name in ("pretend_suite.py", "test_gpu.py")]
+    suites = [str(HERE / name) for name in ("pretend_suite.py", "test_gpu.py", "test_gpu_regimes.py")]
     result = subprocess.run([*command, *suites], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout

@@ -107,14 +107,6 @@ def test_a_compiled_model_has_the_norms_of_its_gradients(mode):
     np.testing.assert_allclose(snapshot.grad_norm, truth, rtol=1e-5)
 
 
-def test_graphed_callables_have_the_norms_of_their_gradients():
-    model = layers()
-    graphed = torch.cuda.make_graphed_callables(model, (torch.randn(16, 64, device="cuda"),))
-    watcher, sink = watch(model)
-    truth = train(model, 6, graphed)
-    np.testing.assert_allclose(samples(watcher, sink).grad_norm, truth, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_channels_last_convolutions_under_autocast(dtype):
     torch.manual_seed(0)

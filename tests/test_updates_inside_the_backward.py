@@ -140,3 +140,74 @@ def test_an_optimizer_that_updates_in_hooks_and_is_never_stepped_is_measured_onc
     np.testing.assert_equal(snapshot.total_grad_norm, [np.nan, *(85 * number for number in range(17, 21))])
     assert not optimizer.state
     assert [text for text in said() if "hooks on the parameters take the gradients away" in text]
+
+
+class OfOneParameter(torch.optim.SGD):
+    """The same optimizer steps in the hook of each parameter, for that one, as those of optimi do."""
+
+    def step(self, closure=None, parameter=None):
+        update([parameter])
+
+
+@pytest.mark.parametrize("sample_every", [1, 2])
+def test_one_optimizer_that_steps_for_each_parameter_in_its_hook_is_one_sample(sample_every):
+    model = Chosen(a=2, b=1, c=1)
+    optimizer = OfOneParameter(model.parameters(), lr=RATE)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: optimizer.step(parameter=one))
+    watcher, sink = watch(model, sample_every=sample_every)
+    train(model, lambda: None, range(1, 13))
+    assert watcher.step == 12
+    snapshot = samples(watcher, sink)
+    steps = list(range(sample_every, 13, sample_every))
+    assert snapshot.steps.tolist() == steps
+    np.testing.assert_equal(snapshot.total_grad_norm, [85 * step for step in steps])
+    np.testing.assert_equal(of(snapshot, "a", "grad_norm"), [5 * step for step in steps])
+    assert not sink.alerts
+
+
+@WAYS
+@pytest.mark.parametrize("sample_every", [1, 5])
+def test_a_step_after_hooks_have_made_the_update_ends_a_sample_that_is_measured_from_the_second_on(
+    fuse, sample_every, said
+):
+    """FlashOptim's gradient release: `step` is still called, and does nothing."""
+    model = Chosen(a=2, b=1, c=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    after_backward = fuse(model)
+    watcher, sink = watch(model, sample_every=sample_every)
+    train(model, after_backward, range(1, 31), optimizer.step)
+    assert watcher.step == 30
+    snapshot = samples(watcher, sink)
+    steps = list(range(sample_every, 31, sample_every))
+    assert snapshot.steps.tolist() == steps
+    expected = [np.nan, *(85 * step for step in steps[1:])]
+    np.testing.assert_equal(snapshot.total_grad_norm, expected)
+    assert np.isnan(snapshot.total_grad_norm_clipped).all()  # what the hooks do to it is not seen
+    assert not sink.alerts
+    assert len([text for text in said() if "hooks on the parameters take the gradients away" in text]) == 1
+
+
+@pytest.mark.parametrize("num_micros", [1, 2])
+def test_gradients_that_hooks_collect_and_the_loop_puts_back_are_no_update(num_micros, said):
+    model = Chosen(a=2, b=1, c=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    kept = {}
+
+    def collect(parameter):
+        kept[parameter] = kept.get(parameter, 0) + parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(collect)
+    watcher, sink = watch(model)
+    for _ in range(4):
+        kept.clear()
+        for _ in range(num_micros):
+            model.loss(a=[3, 4], b=[12], c=[84]).backward()
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    assert samples(watcher, sink).steps.tolist() == [1, 2, 3, 4]
+    assert not [text for text in said() if "hooks on the parameters take the gradients away" in text]

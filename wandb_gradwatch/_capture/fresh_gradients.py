@@ -39,6 +39,16 @@ class FreshGradients:
         self._measurer.measure(present)
         self.drop_zeros_among(present)
 
+    def were_taken_away(self, entries: Iterable[Entry]) -> bool:
+        """Whether hooks have taken away the gradients of a backward inside it, of all but one parameter at least.
+
+        The last one may be used after the backward. None is left now.
+        """
+        entries = list(entries)
+        reached = self._parts.clock.marked.intersection(slot for slot, _ in entries)
+        num_taken = len(self._taken_away & reached)
+        return num_taken >= max(len(reached) - 1, 1) and all(parameter.grad is None for _, parameter in entries)
+
     def measure_arrived(self, slot: int, parameter: Tensor) -> None:
         """Measure a parameter's gradient inside the backward, before other hooks use it; tell the probes."""
         parts, gradient = self._parts, parameter.grad

@@ -35,7 +35,7 @@ class ReceivedGradients:
             parts.clock.marked.update(slot for slot, _ in found.late)
         self._measurer.correct_scale(optimizer)
         masters = parts.optimizers.masters(optimizer)
-        if found.gone and masters is None:
+        if found.gone and masters is None and not inside_backward:  # there an earlier step has used them
             self._drop(found)
         if found.late:
             self._measurer.measure(found.late)
@@ -86,6 +86,9 @@ class ReceivedGradients:
 
         If none is left at all, other rows stay until they arrive, as those of gradients that were set to 0.
         """
+        if self._parts.updates.in_hooks:  # hooks of others have used them
+            self._parts.window.hide_received(sorted(found.gone))
+            return
         self._parts.window.receive_nothing(found.gone)
         if found.late or found.changed or found.unclear or found.unchanged:
             self._parts.window.drop_finite_rows(found.gone)

@@ -9,6 +9,7 @@
     the step delegates to another     StepHooks   -> StepEvents      measure what the step has changed so far
     an optimizer has stepped          StepHooks   -> StepEvents      close the sample if it is complete
     between samples                   StepHooks   -> Rest            count steps, with all hooks on parameters off
+    a CUDA graph replays steps        GraphReplays -> StepEvents     count them
 
 The SampleClock decides when a sample is complete; Commits then hands it to the window.
 """
@@ -27,6 +28,7 @@ from .._guard.voting import take_over_votes
 from .._runtime.autograd import current_graph_task
 from .._runtime.backwards import BACKWARDS
 from .._runtime.error_boundary import ErrorBoundary, contained
+from .._runtime.graph_replays import GRAPH_REPLAYS
 from .._runtime.pipelining import SCHEDULES
 from .._runtime.rank_session import RankSession
 from .._runtime.steps import STEP_HOOKS
@@ -74,6 +76,7 @@ class Sampler:
             (BACKWARDS, self._backwards),
             (SCHEDULES, self._backwards),
             (STEP_HOOKS, self._steps),
+            (GRAPH_REPLAYS, self._steps),
         )
         if config.scaler is not None:
             SCALERS.use(config.scaler)

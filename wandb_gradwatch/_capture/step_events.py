@@ -12,7 +12,7 @@ from .._runtime.autograd import current_graph_task, num_nodes_made
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.listeners import Listener, StepCounter
 from .._runtime.sharding import world_size
-from .._runtime.steps import is_torchs
+from .._runtime.steps import is_torchs, parameters_of
 from .backward_events import BackwardEvents
 from .commits import Commits
 from .open_sample import OpenSample
@@ -77,6 +77,33 @@ class StepEvents(Listener):
         return follows
 
     @entry_point(lambda: False)
+    def updates(self, optimizer: Optimizer) -> bool:
+        return not self._parts.registry.slot_of_id.keys().isdisjoint(map(id, parameters_of(optimizer)))
+
+    @contained
+    def steps_replayed(self, number: int) -> None:
+        parts, clock, commits = self._parts, self._clock, self._commits
+        parts.notices.say(
+            "captured step",
+            "a CUDA graph replays the optimizer's step, without any Python: such steps are counted, but they are not "
+            "measured, and guard= cannot skip them. To have them measured, capture the forward and the backward only, "
+            "and call optimizer.step() after each replay.",
+        )
+        parts.updates.step_seen()
+        self._rest.end()
+        commits.commit(clock.close())
+        if clock.backwards:  # only the optimizer's step is in the graph: its gradients were measured
+            commits.commit(clock.update())
+            number -= 1
+        parts.hooks.take_reached()  # what the captured backward has reached
+        for _ in range(number):
+            clock.step += 1
+            if parts.schedule.window_is_full(clock.step):
+                commits.flush_window(is_full=True)
+        self._sample.begin()
+        self._deliver()
+
+    @entry_point(lambda: False)
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         return self._parts.optimizers.slots(inner) <= self._parts.optimizers.slots(outer)
 
@@ -109,6 +136,12 @@ class StepEvents(Listener):
             if not parts.is_measured:  # a measured step must not take them for what a backward has left
                 parts.seen.note(entries)
         parts.settle()
+        if parts.is_measured and clock.backwards == 1 and not inside_backward:
+            entries = parts.optimizers.entries(optimizer)
+            if not parts.updates.in_hooks and self._sample.fresh.were_taken_away(entries):
+                parts.updates.made_before_step(clock.open_step)
+                parts.window.clear(sorted(parts.seen.states))  # at most one gradient of many
+                parts.hooks.tell_arrivals(parts.registry.scan())
         if parts.is_measured and not isinstance(optimizer, EngineStep):
             received = self._sample.received
             received.inspect(optimizer, inside_backward=inside_backward)

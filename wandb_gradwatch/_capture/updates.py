@@ -75,15 +75,25 @@ class Updates:
             if self._num_taken_away < _TAKEN_AWAY and self._are_held():
                 return False
             self.made_by, self.in_hooks = MadeBy.HOOKS, True
-            self._notices.say(
-                "updates inside the backward",
-                "hooks on the parameters take the gradients away during the backward, as an optimizer that is fused "
-                f"into the backward does: from step {step + 1} on each gradient is measured before these hooks run, "
-                "and every such backward counts as a step. Changes that the hooks make to a gradient are not seen, and "
-                "guard= cannot skip a step. If not every such backward is an update, call watcher.mark_step() after "
+            self._say_in_hooks(
+                step,
+                " Every such backward counts as a step: if not every one is an update, call watcher.mark_step() after "
                 "each update.",
             )
         return True
+
+    def made_before_step(self, step: int) -> None:
+        """An optimizer steps whose gradients hooks of others have taken away, in the only backward before."""
+        self.in_hooks = True
+        self._say_in_hooks(step, "")
+
+    def _say_in_hooks(self, step: int, advice: str) -> None:
+        self._notices.say(
+            "updates inside the backward",
+            "hooks on the parameters take the gradients away during the backward, as an optimizer that is fused into "
+            f"the backward does: from step {step + 1} on each gradient is measured before these hooks run. Changes "
+            f"that the hooks make to a gradient are not seen, and guard= cannot skip a step.{advice}",
+        )
 
     def _are_held(self) -> bool:
         """Whether an optimizer of this process holds a watched parameter."""

@@ -31,7 +31,7 @@ from .cuda_plan import CAREFUL_ONLY
 
 # N tensors (gradients, then parameters), M chunks, C columns, B histogram bins
 
-NUM_PARTIALS: Final = 9  # in the order of _store_partials; the number of NaN is the first
+_VERSION: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 # The places of the columns in a row. Only fold knows them: Triton compares every constant of a kernel at each launch.
 _NUM_ELEMENTS: Final = tl.constexpr(Column.NUM_ELEMENTS.value)
@@ -109,8 +109,26 @@ _READ: Final = tl.constexpr("""{
 
 def counts_in_shared_memory() -> bool:
     """Return whether the cells are in shared memory, for which the kernels use NVIDIA's own instructions."""
-    compiled = isinstance(measure_chunks, triton.JITFunction)  # False in the interpreter
-    return compiled and triton.runtime.driver.active.get_current_target().backend == "cuda"
+    driver = active_driver()
+    return driver is not None and driver.get_current_target().backend == "cuda"
+
+
+def active_driver() -> Any:
+    """Return the driver for which kernels are compiled and launched; None in the interpreter."""
+    return triton.runtime.driver.active if isinstance(measure_chunks, triton.JITFunction) else None
+
+
+def launch_again(compiled: Any, num_programs: int, arguments: tuple[Any, ...]) -> None:
+    """Launch what an earlier launch has returned, with arguments of the same types and alignment, constants included.
+
+    Triton's own launch would look at every argument again, to find the kernel that was compiled for such arguments.
+    """
+    compiled[(num_programs, 1, 1)](*arguments)
+
+
+def can_launch_again(compiled: Any) -> bool:
+    """Whether `launch_again` works: not in the interpreter; before Triton 3.4 the launchers took no constants."""
+    return compiled is not None and _VERSION >= (3, 4)
 
 
 def build_launcher(compiled: Any) -> None:

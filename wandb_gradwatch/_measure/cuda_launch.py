@@ -15,10 +15,10 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ FOLD_BLOCK: Final = 512  # partials of one column that a program of fold process
 # another is compiling should wait for it. So should another rank: Triton keeps compiled kernels on disk.
 _compiled: Final[set[tuple[Any, ...]]] = set()
 _compiling: Final = threading.Lock()
+_launched: Final[dict[tuple[Any, ...], Any]] = {}  # the same variants, as Triton's launch has returned them
 _LONGEST: Final = 10.0  # seconds to wait for another process to compile a variant, which usually takes one or two
 
 # Watchers of models with the same shapes share a plan and its table. A thread holds this lock from writing its
@@ -58,6 +59,12 @@ _LONGEST: Final = 10.0  # seconds to wait for another process to compile a varia
 _one_at_a_time: Final = threading.Lock()
 
 _DTYPE: Final = attrgetter("dtype")
+
+_FEW: Final = 2  # most tensors of a list that is measured for each of many shapes
+# The lists of tensors that were measured last, by their lengths, and the plan for each: what is to be the same, and the
+# plan.
+_known: Final[dict[tuple[Any, ...], tuple[Any, Plan]]] = {}
+_MAX_KNOWN: Final = 32
 
 
 def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead_threshold: float | None = 0.0) -> Plan:
@@ -68,19 +75,73 @@ def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead
             the launch that reads them is queued.
         dead_threshold: the dead threshold of the gradients; None leaves the one that was uploaded last.
     """
-    tensors = [*gradients, *parameters]
+    return _laid_out([*gradients, *parameters], len(gradients), _dead_words(dead_threshold))
+
+
+def _laid_out(tensors: Sequence[Tensor], num_gradients: int, dead_words: tuple[int, ...]) -> Plan:
     addresses = list(map(Tensor.data_ptr, tensors))
     sizes, dtypes, device = tuple(map(Tensor.numel, tensors)), tuple(map(_DTYPE, tensors)), tensors[0].device
-    aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
-    plan_of = plan_for_few if len(tensors) <= 2 else plan_for
-    plan = plan_of(sizes, dtypes, aligned, len(gradients), LANES, CHUNK, device, current_stream(device))
-    dead_words = plan.table.last[:2] or [0, 0] if dead_threshold is None else _dead_words(dead_threshold)
-    plan.table.write([*dead_words, *addresses])
+    plan_of = plan_for_few if len(tensors) <= _FEW else plan_for
+    plan = plan_of(
+        sizes, dtypes, _aligned_addresses(addresses), num_gradients, LANES, CHUNK, device, current_stream(device)
+    )
+    _write(plan, dead_words, addresses)
     return plan
 
 
-def _dead_words(dead_threshold: float) -> tuple[int, int]:
-    """Return the threshold as float bits: float32 bits doubled plus 1 (dead ones are below), and float64 bits."""
+def _write(plan: Plan, dead_words: tuple[int, ...], addresses: list[int]) -> None:
+    plan.table.write([*(dead_words or plan.table.last[:2] or (0, 0)), *addresses])
+
+
+def _aligned_addresses(addresses: list[int]) -> tuple[bool, ...]:
+    return tuple([address % ALIGNMENT == 0 for address in addresses])
+
+
+class _Prepared(NamedTuple):
+    plan: Plan
+    num_implicit_zeros: Sequence[int]
+    kept: Sequence[Tensor]  # the memory that the kernels read
+
+
+def _prepare_any(gradients: Tensors, parameters: Tensors, dead_threshold: float | None) -> _Prepared:
+    """Do what prepare() does, for tensors of any layout and dtype.
+
+    Lists like those of the sample before are recognised by a single call: asking every tensor for its type, dtype,
+    layout and size would take most of the host's time.
+    """
+    tensors, dead_words = [*gradients, *parameters], _dead_words(dead_threshold)
+    device = tensors[0].device
+    key = (len(gradients), len(tensors), LANES, CHUNK, device, current_stream(device))
+    known = _known.get(key)
+    if known is not None and known[0].check(*tensors):
+        addresses, plan = list(map(Tensor.data_ptr, tensors)), known[1]
+        if plan.table.last[2:] == addresses or plan.aligned == _aligned_addresses(addresses):
+            _write(plan, dead_words, addresses)
+            return _Prepared(plan, (), tensors)
+    elements, num_implicit_zeros = readable(gradients, device.type)
+    parameter_elements, _ = readable(parameters, device.type)
+    kept = [*elements, *parameter_elements]
+    plan = _laid_out(kept, len(gradients), dead_words)
+    if elements is gradients and parameter_elements is parameters and len(tensors) > _FEW:
+        if len(_known) >= _MAX_KNOWN:
+            del _known[next(iter(_known))]
+        _known[key] = (_guards_of(tensors), plan)
+    return _Prepared(plan, num_implicit_zeros, kept)
+
+
+def _guards_of(tensors: Sequence[Tensor]) -> Any:
+    """Return torch's own check of whether tensors have the type, dtype, device, sizes and strides of these."""
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+@lru_cache(maxsize=16)
+def _dead_words(dead_threshold: float | None) -> tuple[int, ...]:
+    """Return the threshold as float bits: float32 bits doubled plus 1 (dead ones are below), and float64 bits.
+
+    Nothing for None.
+    """
+    if dead_threshold is None:
+        return ()
     of_float32 = largest_magnitude_within(dead_threshold, FLOAT32)
     return max(2 * of_float32 + 1, 0), largest_magnitude_within(dead_threshold, FLOAT64)
 
@@ -93,36 +154,37 @@ def measure(
     Cost: one launch per dtype and alignment of the gradients, and of the parameters, plus two; one read of the
     gradients and of the parameters; no host sync unless a gradient is sparse.
     """
-    kind = gradients[0].device.type
-    elements, num_implicit_zeros = readable(gradients, kind)
-    parameter_elements, _ = readable(parameters or (), kind)
     with _one_at_a_time:
-        plan = prepare(elements, parameter_elements, dead_threshold)
-        rows_NC, histogram_NB = launch(plan, dead=dead_threshold != 0, inverse_scale=inverse_scale, histogram=histogram)
-    add_implicit_zeros(rows_NC, histogram_NB, num_implicit_zeros)
+        prepared = _prepare_any(gradients, parameters or (), dead_threshold)
+        rows_NC, histogram_NB = launch(
+            prepared.plan, dead=dead_threshold != 0, inverse_scale=inverse_scale, histogram=histogram
+        )
+    add_implicit_zeros(rows_NC, histogram_NB, prepared.num_implicit_zeros)
     return Measurement(rows_NC, histogram_NB)
 
 
 def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of finite elements, and count NaN and Inf: [N, 3]. Three launches for gradients of one dtype."""
-    elements, _ = readable(gradients, gradients[0].device.type)
     with _one_at_a_time:  # the kernels measure only these columns for parameters
-        rows_NC, _ = launch(prepare([], elements), dead=False, inverse_scale=inverse_scale, histogram=False)
+        prepared = _prepare_any((), gradients, 0.0)
+        rows_NC, _ = launch(prepared.plan, dead=False, inverse_scale=inverse_scale, histogram=False)
     return rows_NC[:, RECEIVED_COLUMNS]
 
 
 def take_witnesses(gradients: Tensors, parameters: Tensors, num_witnesses: int) -> Tensor:
     """Copy elements at a fixed stride of each tensor, as `generic.take_witnesses`: [2, N, any]. One launch."""
     with _one_at_a_time:
-        plan = prepare(gradients, parameters, None)
-        return _launch_witnesses(plan, num_witnesses).view(2, len(gradients), num_witnesses)
+        prepared = _prepare_any(gradients, parameters, None)
+        return _launch_witnesses(prepared.plan, num_witnesses).view(2, len(gradients), num_witnesses)
 
 
 def _launch_witnesses(plan: Plan, num_witnesses: int, only_compile_for: torch.device | None = None) -> Tensor:
     shape = (plan.num_tensors, num_witnesses)
-    witnesses = torch.empty(shape, dtype=torch.float64, device=plan.chunks.device)
+    device = plan.chunks.device
+    witnesses = torch.empty(shape, dtype=torch.float64, device=device)
     given = (plan.table.device_table, plan.tensors, witnesses, plan.num_tensors, num_witnesses)
-    _queue(only_compile_for, kernels.take_witnesses, plan.num_tensors, *given, LANES=WITNESS_LANES)
+    with _on(only_compile_for or device):
+        _queue(only_compile_for, kernels.take_witnesses, plan.num_tensors, *given, LANES=WITNESS_LANES)
     return witnesses
 
 
@@ -147,11 +209,18 @@ def launch(
         The rows [N, C], and with `histogram` the histogram [N, B]. Without gradients the rows have only the parameter
         columns and the received columns.
     """
+    with _on(only_compile_for or plan.chunks.device):
+        return _launch_all(plan, dead, inverse_scale, histogram, only_compile_for)
+
+
+def _launch_all(
+    plan: Plan, dead: bool, inverse_scale: Tensor | None, histogram: bool, only_compile_for: torch.device | None
+) -> tuple[Tensor, Tensor | None]:
     device, num_chunks = plan.chunks.device, plan.num_chunks
     num_rows = max(plan.num_gradients, plan.num_tensors - plan.num_gradients)
     rows_NC = torch.empty((num_rows, NUM_COLUMNS), dtype=torch.float64, device=device)
     histogram_NB = torch.zeros((plan.num_gradients, NUM_BINS), dtype=torch.int64, device=device) if histogram else None
-    partials = torch.empty((kernels.NUM_PARTIALS, num_chunks), dtype=torch.float64, device=device)
+    partials = plan.partials
     scale = plan.one if inverse_scale is None else _aligned(inverse_scale.to(torch.float64))
     table, chunks = plan.table.device_table, plan.chunks
     counts = partials if histogram_NB is None else histogram_NB
@@ -182,20 +251,22 @@ def _aligned(scalar: Tensor) -> Tensor:
 def _queue(
     only_compile_for: torch.device | None, kernel: Any, num_programs: int, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch a kernel on the current stream of its tensors' device, which need not be the current device."""
+    """Launch a kernel on the current stream of the current device, to which its tensors belong."""
     if not num_programs:
         return
-    device = only_compile_for or arguments[0].device
-    variant = (kernel, device, *constants.values())
+    values = (*constants.values(),)  # in the order of the kernel's arguments
+    variant = (kernel, kernels.active_driver(), only_compile_for or arguments[0].device, *values)
+    if only_compile_for is None and (launched := _launched.get(variant)) is not None:
+        kernels.launch_again(launched, num_programs, (*arguments, *values))
+        return
     constants["enable_fp_fusion"] = True  # overrides TRITON_DEFAULT_FP_FUSION, so that sums are the same in all runs
     if only_compile_for is None and variant in _compiled:
-        with _on(device):
-            kernel[(num_programs,)](*arguments, **constants)
+        _remember(variant, kernel[(num_programs,)](*arguments, **constants))
         return
     name = "-".join(map(str, (kernel.fn.__name__, *variant[2:])))
-    with _compiling, after_other_processes(name, longest=_LONGEST), _on(device):
+    with _compiling, after_other_processes(name, longest=_LONGEST):
         if only_compile_for is None:
-            _whatever_happens(lambda: kernel[(num_programs,)](*arguments, **constants))
+            _remember(variant, _whatever_happens(lambda: kernel[(num_programs,)](*arguments, **constants)))
         elif variant not in _compiled:
             _whatever_happens(
                 lambda: kernels.build_launcher(kernel.warmup(*arguments, grid=(num_programs,), **constants))
@@ -203,19 +274,24 @@ def _queue(
         _compiled.add(variant)
 
 
-def _whatever_happens(compile_kernel: Callable[[], Any]) -> None:
+def _remember(variant: tuple[Any, ...], launched: Any) -> None:
+    if kernels.can_launch_again(launched):
+        _launched[variant] = launched
+
+
+def _whatever_happens(compile_kernel: Callable[[], Any]) -> Any:
     """Compile even if warnings are errors, and even if the folder for compiled kernels is not writable."""
     try:
-        compile_kernel()
+        return compile_kernel()
     except Warning:  # from Triton, under `python -W error`
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile_kernel()
+            return compile_kernel()
     except OSError:  # a read-only home, or a full disk
         before = os.environ.get("TRITON_CACHE_DIR")
         os.environ["TRITON_CACHE_DIR"] = _temporary_folder().name
         try:
-            compile_kernel()
+            return compile_kernel()
         finally:
             if before is None:
                 del os.environ["TRITON_CACHE_DIR"]

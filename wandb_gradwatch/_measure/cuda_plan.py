@@ -20,6 +20,8 @@ from .events import Event
 ALIGNMENT: Final = 16  # bytes of a vector load
 LOADS: Final = 4  # of each lane, in flight at once
 
+NUM_PARTIALS: Final = 9  # of a chunk, in the order of cuda.py's _store_partials; the number of NaN is the first
+
 CAREFUL_ONLY: Final = 4  # added to a chunk's dtype: only measure_carefully reads the chunk
 
 _FLOAT64: Final = NATIVE_DTYPES[torch.float64]
@@ -76,10 +78,12 @@ class Plan:
     num_gradients: int
     num_tensors: int
     num_chunks: int
+    aligned: tuple[bool, ...]  # [N]
     chunks: Tensor  # [4, M] int64: tensor, first byte, elements, dtype
     tensors: Tensor  # [4, N] int64: elements, first chunk, number of chunks, dtype
     one: Tensor  # 0-dim float64
     table: AddressTable  # [2 + N]
+    partials: Tensor  # [NUM_PARTIALS, M] float64: written and read by the kernels of one sample after the other
 
 
 def _plan_of(
@@ -129,10 +133,12 @@ def _plan_of(
         num_gradients=num_gradients,
         num_tensors=len(sizes),
         num_chunks=len(tensor),
+        aligned=aligned_N,
         chunks=upload(np.stack([tensor, start * itemsizes[tensor], length, dtype]), device),
         tensors=upload(np.stack([sizes, first_chunk, num_chunks_of, codes]), device),
         one=torch.ones((), dtype=torch.float64, device=device),
         table=AddressTable(2 + len(sizes), device),
+        partials=torch.empty((NUM_PARTIALS, len(tensor)), dtype=torch.float64, device=device),
     )
 
 

@@ -43,6 +43,13 @@ class Listener:
     def end_counting(self, *, before_step: bool = False) -> None:
         """Stop counting: `counter.ends` returned True, or an optimizer is about to step that is not counted."""
 
+    def updates(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer updates watched parameters, without learning anything from it."""
+        return False
+
+    def steps_replayed(self, number: int) -> None:
+        """A CUDA graph has made so many steps of followed optimizers, without any other call of this listener."""
+
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         """Whether `outer` owns all parameters of `inner`, so that steps of `inner` inside its steps are ignored."""
         return False

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from .._boundary import Boundary, Call, Replacement, around, entry_point
 from .autograd import current_graph_task
 from .error_boundary import dynamo_disabled
+from .graph_replays import GRAPH_REPLAYS
 from .listeners import Listener, Listeners
 
 Value = TypeVar("Value")
@@ -159,6 +160,9 @@ class StepHooks(Listeners):
     @dynamo_disabled
     @entry_point()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if GRAPH_REPLAYS.is_capturing:  # the step is not made now
+            GRAPH_REPLAYS.step_captured(optimizer)
+            return None
         listeners: list[Listener] = []
         for listener, counter in self._counters:
             if counter is not None and counter.begins(optimizer):
@@ -197,6 +201,8 @@ class StepHooks(Listeners):
     @dynamo_disabled
     @entry_point()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if GRAPH_REPLAYS.is_capturing:
+            return
         for listener, counter in self._counters:
             if counter is not None and counter.ends(optimizer):
                 listener.end_counting()

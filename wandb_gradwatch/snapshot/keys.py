@@ -88,9 +88,7 @@ INFERRED: Final = "gradwatch/inferred"  # 1: no step was seen, only a reset of t
 WIRING: Final = "gradwatch/wiring/"
 WIRING_CARRIED: Final = "gradwatch/wiring/carried"  # 1: gradients were not reset since the last step
 WIRING_UNOWNED: Final = "gradwatch/wiring/unowned/"  # + name: the parameter has a gradient but is in no optimizer
-FIRST_NONFINITE_RANK: Final = (
-    "gradwatch/first_nonfinite_rank"  # where NaN or Inf comes from, if known
-)
+FIRST_NONFINITE_RANK: Final = "gradwatch/first_nonfinite_rank"  # where NaN or Inf comes from, if known
 
 REPLICA_APART: Final = "gradwatch/wiring/apart/"  # + name: the parameter, or its gradient, differs between replicas
 
