@@ -95,14 +95,10 @@ class Described(nn.Module):
         return a @ b.mT * self.heat.exp()
 
 
-def described(size: int = 48) -> data.Batches:
-    things, words = torch.randn(100, 20), torch.randint(0, 80, (100, 8))
-
-    def batch(_: int) -> Batch:
-        chosen = torch.randperm(100)[:size]
-        return things[chosen] + 0.3 * torch.randn(size, 20), words[chosen][:, torch.randperm(8)[:5]]
-
-    return batch
+@data.given(lambda: (torch.randn(100, 20), torch.randint(0, 80, (100, 8))))
+def described(things: Tensor, words: Tensor, size: int = 48) -> Batch:
+    chosen = torch.randperm(100)[:size]
+    return things[chosen] + 0.3 * torch.randn(size, 20), words[chosen][:, torch.randperm(8)[:5]]
 
 
 def matched_words(model: nn.Module, seen: Tensor, written: Tensor) -> Tensor:
@@ -209,15 +205,11 @@ def matched(model: nn.Module, image: Tensor, caption: Tensor) -> Tensor:
     return 0.5 * (functional.cross_entropy(logits, own) + functional.cross_entropy(logits.T, own))
 
 
-def captions(size: int = 24) -> data.Batches:
+@data.given(lambda: torch.randn(40, 16))
+def captions(looks: Tensor, size: int = 24) -> Batch:
     """What is to be seen, as 16 numbers, and five words about it."""
-    looks = torch.randn(40, 16)
-
-    def batch(_: int) -> Batch:
-        words = torch.randint(0, 40, (size, 5))
-        return looks[words].mean(1) + 0.2 * torch.randn(size, 16), words
-
-    return batch
+    words = torch.randint(0, 40, (size, 5))
+    return looks[words].mean(1) + 0.2 * torch.randn(size, 16), words
 
 
 class Bootstrap(nn.Module):
@@ -255,17 +247,13 @@ def margin(model: nn.Module, first: Tensor, second: Tensor, same: Tensor) -> Ten
     return torch.where(same, distance**2, functional.relu(1 - distance) ** 2).mean()
 
 
-def likenesses(size: int = 32) -> data.Batches:
-    people = torch.randn(20, 16)
-
-    def batch(_: int) -> Batch:
-        who = torch.randint(0, 20, (2, size))
-        same = torch.rand(size) < 0.5
-        who[1] = torch.where(same, who[0], who[1])
-        views = people[who] + 0.3 * torch.randn(2, size, 16)
-        return views[0], views[1], who[0] == who[1]
-
-    return batch
+@data.given(lambda: torch.randn(20, 16))
+def likenesses(people: Tensor, size: int = 32) -> Batch:
+    who = torch.randint(0, 20, (2, size))
+    same = torch.rand(size) < 0.5
+    who[1] = torch.where(same, who[0], who[1])
+    views = people[who] + 0.3 * torch.randn(2, size, 16)
+    return views[0], views[1], who[0] == who[1]
 
 
 def three_examples(model: nn.Module, support: Tensor, query: Tensor) -> Tensor:

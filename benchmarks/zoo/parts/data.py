@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -26,6 +26,21 @@ def anew(make: Callable[_P, Batch]) -> Callable[_P, Batches]:
         return lambda step: make(*arguments, **options)
 
     return with_options
+
+
+def given(draw: Callable[[], Any]) -> Callable[[Callable[..., Batch]], Callable[..., Batches]]:
+    """As `anew`, of a function whose first arguments are what `draw` returns: it is called once per data set."""
+
+    def decorated(make: Callable[..., Batch]) -> Callable[..., Batches]:
+        @functools.wraps(make)
+        def with_options(*arguments: Any, **options: Any) -> Batches:
+            found = draw()
+            known = found if isinstance(found, tuple) else (found,)
+            return lambda step: make(*known, *arguments, **options)
+
+        return with_options
+
+    return decorated
 
 
 @anew

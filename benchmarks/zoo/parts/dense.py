@@ -234,15 +234,11 @@ def surprise(model: nn.Module, known: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return -torch.distributions.Normal(*model(known, x)).log_prob(y).mean()
 
 
-def demonstrations(size: int = 64) -> data.Batches:
+@data.given(lambda: torch.randn(6, 2))
+def demonstrations(gains: Tensor, size: int = 64) -> Batch:
     """What an expert did in a state, with its unsteady hand."""
-    gains = torch.randn(6, 2)
-
-    def batch(_: int) -> Batch:
-        state = torch.randn(size, 6)
-        return state, torch.tanh(state @ gains) + 0.1 * (1 + state[:, :1].abs()) * torch.randn(size, 2)
-
-    return batch
+    state = torch.randn(size, 6)
+    return state, torch.tanh(state @ gains) + 0.1 * (1 + state[:, :1].abs()) * torch.randn(size, 2)
 
 
 def imitated_hand(model: nn.Module, state: Tensor, action: Tensor) -> Tensor:
@@ -303,13 +299,9 @@ def sparse_codes(model: nn.Module, x: Tensor) -> Tensor:
     return (model["speaker"](code) - x).square().mean() + 1e-3 * code.abs().sum(dim=1).mean()
 
 
-def mixed_signals(size: int = 64) -> data.Batches:
-    ways = functional.normalize(torch.randn(24, 12), dim=1)
-
-    def batch(_: int) -> Batch:
-        return ((torch.rand(size, 24) * (torch.rand(size, 24) < 0.1)) @ ways * 2,)
-
-    return batch
+@data.given(lambda: functional.normalize(torch.randn(24, 12), dim=1))
+def mixed_signals(ways: Tensor, size: int = 64) -> Batch:
+    return ((torch.rand(size, 24) * (torch.rand(size, 24) < 0.1)) @ ways * 2,)
 
 
 class Masked(nn.Linear):
@@ -418,16 +410,12 @@ def uncertain(model: nn.Module, x: Tensor, y: Tensor, kind: Tensor) -> Tensor:
     return ((-model.log_vars).exp() * losses + model.log_vars).sum()
 
 
-def two_tasks(size: int = 32) -> data.Batches:
+@data.given(lambda: torch.randn(8, 4) / 8**0.5)
+def two_tasks(w: Tensor, size: int = 32) -> Batch:
     """A small value and one of three kinds."""
-    w = torch.randn(8, 4) / 8**0.5
-
-    def batch(_: int) -> Batch:
-        x = torch.randn(size, 8)
-        h = x @ w
-        return x, 0.3 * h[:, :1].sin() + 0.02 * torch.randn(size, 1), h[:, 1:].argmax(1)
-
-    return batch
+    x = torch.randn(size, 8)
+    h = x @ w
+    return x, 0.3 * h[:, :1].sin() + 0.02 * torch.randn(size, 1), h[:, 1:].argmax(1)
 
 
 @data.anew

@@ -133,13 +133,9 @@ def potential(far: Tensor) -> Tensor:
     return (far**-4 - 2 * far**-2).sum(dim=1)
 
 
-def molecules(size: int = 32) -> data.Batches:
-    corners = 1.2 * torch.tensor([[0.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
-
-    def batch(_: int) -> Batch:
-        return (corners + 0.1 * torch.randn(size, 4, 3),)
-
-    return batch
+@data.given(lambda: 1.2 * torch.tensor([[0.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]]))
+def molecules(corners: Tensor, size: int = 32) -> Batch:
+    return (corners + 0.1 * torch.randn(size, 4, 3),)
 
 
 def pulled(model: nn.Module, atoms: Tensor) -> Tensor:
@@ -169,14 +165,10 @@ class DeepKernel(nn.Module):
         ) / len(x)
 
 
-def surface(size: int = 40) -> data.Batches:
-    ways = torch.randn(3, 2)
-
-    def batch(_: int) -> Batch:
-        x = torch.randn(size, 3)
-        return x, torch.sin(x @ ways).sum(dim=1, keepdim=True) + 0.1 * torch.randn(size, 1)
-
-    return batch
+@data.given(lambda: torch.randn(3, 2))
+def surface(ways: Tensor, size: int = 40) -> Batch:
+    x = torch.randn(size, 3)
+    return x, torch.sin(x @ ways).sum(dim=1, keepdim=True) + 0.1 * torch.randn(size, 1)
 
 
 def physics(model: nn.Module, t: Tensor) -> Tensor:

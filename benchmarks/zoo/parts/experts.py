@@ -11,8 +11,9 @@ from torch.nn import functional
 from ..loop import Batch
 from . import data
 from .dense import mlp
+from .language import Language
 from .losses import classify, regress
-from .transformers import Language, Layer
+from .transformers import Layer
 
 
 class Experts(nn.Module):
@@ -130,13 +131,9 @@ def balanced(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return functional.mse_loss(model(x), y) + model.weight * model.balance
 
 
-def corners(size: int = 64) -> data.Batches:
+@data.given(lambda: torch.randn(8, 6))
+def corners(slopes: Tensor, size: int = 64) -> Batch:
     """A different linear function in each of eight corners: [N, 6] and [N, 1]."""
-    slopes = torch.randn(8, 6)
-
-    def batch(_: int) -> Batch:
-        x = torch.randn(size, 6)
-        corner = ((x[:, :3] > 0).long() * torch.tensor([1, 2, 4])).sum(1)
-        return x, (x * slopes[corner]).sum(1, keepdim=True) / 2
-
-    return batch
+    x = torch.randn(size, 6)
+    corner = ((x[:, :3] > 0).long() * torch.tensor([1, 2, 4])).sum(1)
+    return x, (x * slopes[corner]).sum(1, keepdim=True) / 2

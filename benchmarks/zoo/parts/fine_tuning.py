@@ -13,9 +13,10 @@ from ..loop import Batch, Loop, descend, supervised
 from . import data
 from .convolutional import conv, pictures, plain_convolutions, separable
 from .dense import LoRA, mlp
+from .language import Decoder, phrases, rotary
 from .losses import classify
 from .schedules import cosine
-from .transformers import Decoder, Transformer, phrases, rotary
+from .transformers import Transformer
 
 
 def trained(

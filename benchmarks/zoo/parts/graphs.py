@@ -133,16 +133,12 @@ class Pooled(nn.Module):
         return self.head((self.score(piece).softmax(dim=self.axis) * piece).sum(dim=1))[:, 0]
 
 
-def bags(size: int = 32) -> data.Batches:
+@data.given(lambda: 2.5 * functional.normalize(torch.randn(6), dim=0))
+def bags(sign: Tensor, size: int = 32) -> Batch:
     """Eight pieces each; a bag counts if one of them bears the sign."""
-    sign = 2.5 * functional.normalize(torch.randn(6), dim=0)
-
-    def batch(_: int) -> Batch:
-        pieces, counts = torch.randn(size, 8, 6), torch.rand(size) < 0.5
-        pieces[torch.arange(size), torch.randint(0, 8, (size,))] += sign * counts[:, None]
-        return pieces, counts.float()
-
-    return batch
+    pieces, counts = torch.randn(size, 8, 6), torch.rand(size) < 0.5
+    pieces[torch.arange(size), torch.randint(0, 8, (size,))] += sign * counts[:, None]
+    return pieces, counts.float()
 
 
 class DroppingGraph(nn.Module):

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..loop import Batch, Loop
+from ..loop import Batch
 from . import data
 from .dense import Residual, mlp
-from .transformers import Attention
 
 
 class Recurrent(nn.Module):
@@ -53,22 +52,6 @@ def connectionist(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
     return functional.ctc_loss(log_p, labels, *lengths, zero_infinity=True)
 
 
-class Tagger(nn.Module):
-    """Convolutions over time, then one attention layer."""
-
-    def __init__(self, inputs: int, classes: int, dim: int = 24) -> None:
-        super().__init__()
-        self.conv, self.attention, self.head = (
-            nn.Conv1d(inputs, dim, 3, padding=1),
-            Attention(dim, causal=False),
-            nn.Linear(dim, classes),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = functional.gelu(self.conv(x.mT).mT)
-        return self.head((h + self.attention(h)).mean(dim=1))
-
-
 class Labeller(nn.Module):
     """A label for each token of sentences that are packed."""
 
@@ -92,27 +75,6 @@ def packed_sentences() -> Batch:
     tokens = torch.randint(1, 30, (12, 10)) * (torch.arange(10) < lengths[:, None])
     labels = (tokens % 3 + functional.pad(tokens, (1, 0))[:, :-1]) % 3
     return tokens, lengths, labels.masked_fill(tokens == 0, -100)
-
-
-class EchoTranslator(nn.Module):
-    """An encoder's last state begins a decoder, which is given the right words so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(13, 16)
-        self.encoder, self.decoder = nn.GRU(16, 32, batch_first=True), nn.GRU(16, 32, batch_first=True)
-        self.head = nn.Linear(32, 12)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        state = self.encoder(self.tokens(source))[1]
-        begun = functional.pad(target, (1, 0), value=12)[:, :-1]
-        return self.head(self.decoder(self.tokens(begun), state)[0])
-
-
-@data.anew
-def mirrored_words() -> Batch:
-    source = torch.randint(0, 12, (24, 5))
-    return source, source.flip(1)
 
 
 class Scan(nn.Module):
@@ -190,46 +152,6 @@ def streams(size: int = 8, length: int = 16) -> data.Batches:
     return lambda step: (x[:, (at := length * ((step - 1) % 240)) : at + length], y[:, at : at + length])
 
 
-class Speaker(nn.Module):
-    """An encoder's state begins a decoder, which is given the right words so far."""
-
-    def __init__(self, kind: type[nn.Module], words: int = 10, dim: int = 32) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(words + 1, 16), nn.Linear(dim, words)
-        self.encoder, self.decoder, self.words = kind(16, dim, batch_first=True), kind(16, dim, batch_first=True), words
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        begun = functional.pad(target, (1, 0), value=self.words)[:, :-1]
-        return self.head(self.decoder(self.tokens(begun), self.encoder(self.tokens(source))[1])[0])
-
-
-@data.anew
-def spoken(aim: str, size: int) -> Batch:
-    """Words, and the same words sorted or mirrored."""
-    source = torch.randint(0, 10, (size, 6))
-    return source, source.sort(dim=1).values if aim == "sorted" else 9 - source.flip(1)
-
-
-class Keywords(nn.Module):
-    """A waveform in frames, a recurrence over them, a word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frames, self.memory = nn.Conv1d(1, 16, 8, stride=4), nn.GRU(16, 24, batch_first=True)
-        self.head = nn.Linear(24, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.memory(torch.relu(self.frames(x)).mT)[0][:, -1])
-
-
-@data.anew
-def pitches(size: int = 24) -> Batch:
-    """Tones of four pitches with noise: [N, 1, 64]."""
-    labels, phase = torch.randint(0, 4, (size,)), 2 * torch.pi * torch.rand(size, 1)
-    tone = torch.sin(torch.arange(64) * (0.2 + 0.25 * labels[:, None]) + phase)
-    return (tone + 0.5 * torch.randn(size, 64))[:, None], labels
-
-
 class CarriedDeep(nn.Module):
     """A language model whose state goes on from batch to batch, cut from the graph in between."""
 
@@ -244,33 +166,6 @@ class CarriedDeep(nn.Module):
         hidden, state = self.memory(self.tokens(tokens), self.state)
         self.state = (state[0].detach(), state[1].detach())
         return self.head(hidden)
-
-
-class Sampled(nn.Module):
-    """Encoder and decoder with attention; ever more of what the decoder reads is what it said itself."""
-
-    def __init__(self, words: int = 10, dim: int = 32) -> None:
-        super().__init__()
-        self.tokens, self.logits = nn.Embedding(words + 1, dim), nn.Identity()
-        self.encoder, self.decoder = nn.GRU(dim, dim, batch_first=True), nn.GRUCell(2 * dim, dim)
-        self.head, self.own, self.words = nn.Linear(2 * dim, words), 0.0, words
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        keys, state = self.encoder(self.tokens(source))
-        state, word, said = state[0], torch.full((len(source),), self.words), []
-        for place in range(target.shape[1]):
-            share = self.logits((keys @ state[:, :, None])[:, :, 0]).softmax(dim=1)
-            context = (share[:, :, None] * keys).sum(dim=1)
-            state = self.decoder(torch.cat([self.tokens(word), context], dim=1), state)
-            said.append(self.head(torch.cat([state, context], dim=1)))
-            word = torch.where(torch.rand(len(source)) < self.own, said[-1].argmax(dim=1), target[:, place])
-        return torch.stack(said, dim=1)
-
-
-@data.anew
-def reversed_words(size: int = 32) -> Batch:
-    source = torch.randint(0, 10, (size, 6))
-    return source, source.flip(1)
 
 
 class World(nn.Module):
@@ -302,32 +197,6 @@ def pendulums(size: int = 24, length: int = 12) -> data.Batches:
 def foretold(model: nn.Module, seen: Tensor, worth: Tensor) -> Tensor:
     after, value = model(seen[:, :-1])
     return functional.mse_loss(after, seen[:, 1:]) + functional.mse_loss(value, worth)
-
-
-def hears_itself(loop: Loop, step: int) -> None:
-    """Ever more of what the decoder reads is what it said itself."""
-    loop.model.own = min(0.5, step / 200)
-
-
-class Copier(nn.Module):
-    """An encoder says a sequence, and a decoder repeats it from its last state."""
-
-    def __init__(self, dim: int = 48) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(7, 12)
-        self.encoder, self.decoder = nn.GRU(12, dim, batch_first=True), nn.GRU(12, dim, batch_first=True)
-        self.head = nn.Linear(dim, 7)
-
-    def forward(self, words: Tensor) -> Tensor:
-        state = self.encoder(self.tokens(words))[1]
-        shifted = torch.cat([torch.full_like(words[:, :1], 6), words[:, :-1]], dim=1)
-        return self.head(self.decoder(self.tokens(shifted), state)[0])
-
-
-@data.anew
-def words_to_repeat() -> Batch:
-    words = torch.randint(0, 6, (32, 6))
-    return words, words
 
 
 class Counter(nn.Module):
@@ -405,33 +274,6 @@ def chained(size: int = 16) -> Batch:
     return words, labels
 
 
-class Foreseer(nn.Module):
-    """Says which of the batch's signals goes on like this one: three steps ahead."""
-
-    def __init__(self, dim: int = 24) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Conv1d(1, dim, 4, stride=2), nn.ReLU(), nn.Conv1d(dim, dim, 3, stride=2))
-        self.memory, self.ahead = (
-            nn.GRU(dim, dim, batch_first=True),
-            nn.ModuleList(nn.Linear(dim, dim) for _ in range(3)),
-        )
-        self.heat = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen = self.encoder(x).mT
-        state = self.memory(seen[:, :-3])[0][:, -1]
-        aim = torch.arange(len(x))
-        said = [layer(state) @ seen[:, index - 3].T / self.heat for index, layer in enumerate(self.ahead)]
-        return sum(functional.cross_entropy(logits, aim) for logits in said) / 3
-
-
-@data.anew
-def tones(size: int = 16) -> Batch:
-    time = torch.arange(32) / 32
-    rate, phase = 1 + 7 * torch.rand(size, 1, 1), torch.rand(size, 1, 1)
-    return (torch.sin(2 * torch.pi * (rate * time + phase)) + 0.1 * torch.randn(size, 1, 32),)
-
-
 class Opinions(nn.Module):
     """The mean of the words' vectors, and two layers. Word 0 fills up short texts."""
 
@@ -444,50 +286,12 @@ class Opinions(nn.Module):
         return self.rest((self.words(text) * present).sum(1) / present.sum(1))
 
 
-def opinions(size: int = 32) -> data.Batches:
+@data.given(lambda: torch.randn(120))
+def opinions(worth: Tensor, size: int = 32) -> Batch:
     """Texts of 4 to 12 words, each of which speaks for one of two opinions."""
-    worth = torch.randn(120)
-
-    def batch(_: int) -> Batch:
-        text = torch.randint(1, 120, (size, 12))
-        text = text * (torch.arange(12) < torch.randint(4, 13, (size, 1)))
-        return text, ((worth[text] * (text > 0)).sum(1) > 0).long()
-
-    return batch
-
-
-def translated(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
-    """Teacher forcing: each word of the target is told the one before it."""
-    before = functional.pad(target[:, :-1], (1, 0))
-    return functional.cross_entropy(model(source, before).flatten(0, 1), target.flatten())
-
-
-class LookingBack(nn.Module):
-    """A recurrence reads, another one writes, and looks back by dot products of `heat`."""
-
-    def __init__(self, words: int = 16, dim: int = 24) -> None:
-        super().__init__()
-        self.source, self.target = nn.Embedding(words, dim), nn.Embedding(words, dim)
-        self.reader, self.writer = nn.GRU(dim, dim, batch_first=True), nn.GRU(dim, dim, batch_first=True)
-        self.read, self.mixed, self.head = nn.Identity(), nn.Linear(2 * dim, dim), nn.Linear(dim, words)
-        self.heat = dim**-0.5
-
-    def forward(self, source: Tensor, before: Tensor) -> Tensor:
-        states = self.read(self.reader(self.source(source))[0])
-        written = self.writer(self.target(before), states[:, -1][None].contiguous())[0]
-        logits = (self.heat * written @ states.mT).masked_fill(source[:, None] < 0, float("-inf"))
-        return self.head(torch.tanh(self.mixed(torch.cat([written, logits.softmax(-1) @ states], -1))))
-
-
-def backwards(size: int = 24, *, words: int = 16, length: int = 8) -> data.Batches:
-    """Words, and their translation backwards."""
-    dictionary = torch.randperm(words)
-
-    def batch(_: int) -> Batch:
-        source = torch.randint(0, words, (size, length))
-        return source, dictionary[source.flip(1)]
-
-    return batch
+    text = torch.randint(1, 120, (size, 12))
+    text = text * (torch.arange(12) < torch.randint(4, 13, (size, 1)))
+    return text, ((worth[text] * (text > 0)).sum(1) > 0).long()
 
 
 class Words(nn.Module):
@@ -514,34 +318,6 @@ class Writer(nn.Module):
         states, state = self.memory(self.words(tokens), self.state)
         self.state = tuple(one.detach() for one in state)
         return self.head(states)
-
-
-class BackwardTranslator(nn.Module):
-    """A recurrence reads, another writes and looks back; `heard` is what it reads."""
-
-    def __init__(self, words: int = 14, dim: int = 24) -> None:
-        super().__init__()
-        self.source, self.target = nn.Embedding(words, dim), nn.Embedding(words, dim)
-        self.reader, self.writer = nn.GRU(dim, dim, batch_first=True), nn.GRU(dim, dim, batch_first=True)
-        self.heard, self.head = nn.Linear(dim, dim), nn.Linear(2 * dim, words)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        states = self.heard(self.reader(self.source(source))[0])
-        written = self.writer(self.target(functional.pad(target[:, :-1], (1, 0))))[0]
-        logits = (written @ states.mT / 24**0.5).masked_fill(source[:, None] == 0, float("-inf"))
-        return self.head(torch.cat([written, logits.softmax(-1) @ states], dim=-1))
-
-
-def padded_reversals(size: int = 24, *, words: int = 14, length: int = 6) -> data.Batches:
-    """Sentences of 3 to 6 words, 0 after them, and the same words backwards in another language."""
-    dictionary = 1 + torch.randperm(words - 1)
-
-    def batch(_: int) -> Batch:
-        source = torch.randint(1, words, (size, length))
-        source = source * (torch.arange(length) < torch.randint(3, length + 1, (size, 1)))
-        return source, torch.where(source > 0, dictionary[(source - 1).clamp(min=0)], 0).flip(1)
-
-    return batch
 
 
 def continued() -> data.Batches:

@@ -13,15 +13,11 @@ from .dense import mlp
 from .losses import own_loss
 
 
-def turns(size: int) -> data.Batches:
+@data.given(lambda: torch.randn(6, 3))
+def turns(w: Tensor, size: int) -> Batch:
     """States, of which the sign of a fixed projection says the right one of three actions."""
-    w = torch.randn(6, 3)
-
-    def batch(_: int) -> Batch:
-        state = torch.randn(size, 6)
-        return state, (state @ w).argmax(dim=1)
-
-    return batch
+    state = torch.randn(size, 6)
+    return state, (state @ w).argmax(dim=1)
 
 
 class ActorCritic(nn.Module):
@@ -111,15 +107,11 @@ def answered(model: nn.Module, asked: Tensor, right: Tensor) -> Tensor:
     return -(policy.log_prob(answers) * (reward - reward.mean(dim=0)) / (reward.std(dim=0) + 1e-4)).mean()
 
 
-def questions() -> data.Batches:
+@data.given(lambda: torch.randint(0, 40, (4,)))
+def questions(aim: Tensor) -> Batch:
     """Four questions, to each of which one answer of forty is right."""
-    aim = torch.randint(0, 40, (4,))
-
-    def batch(_: int) -> Batch:
-        asked = torch.randint(0, 4, (1,))
-        return functional.one_hot(asked, 4).float(), aim[asked]
-
-    return batch
+    asked = torch.randint(0, 4, (1,))
+    return functional.one_hot(asked, 4).float(), aim[asked]
 
 
 def pushed(state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,16 +159,12 @@ def ppo_on_a_line() -> Loop:
     return supervised(model, batch, loss, lr=3e-3, clip=0.5, steps=240)
 
 
-def imitations() -> data.Batches:
+@data.given(lambda: torch.randn(6, 2))
+def imitations(aim: Tensor) -> Batch:
     """States, actions around the right ones, and how good they were."""
-    aim = torch.randn(6, 2)
-
-    def batch(_: int) -> Batch:
-        state = torch.randn(64, 6)
-        action = state @ aim / 3 + torch.randn(64, 2)
-        return state, action, -(action - state @ aim / 3).square().sum(dim=1)
-
-    return batch
+    state = torch.randn(64, 6)
+    action = state @ aim / 3 + torch.randn(64, 2)
+    return state, action, -(action - state @ aim / 3).square().sum(dim=1)
 
 
 def weighted_by_advantage(model: nn.Module, state: Tensor, action: Tensor, reward: Tensor) -> Tensor:
@@ -209,14 +197,10 @@ def acting(model: nn.Module, state: Tensor, aim: Tensor, heat: float = 0.003) ->
     )
 
 
-def aims(size: int = 96) -> data.Batches:
-    way = torch.randn(5, 2) / 2
-
-    def batch(_: int) -> Batch:
-        state = torch.randn(size, 5)
-        return state, torch.tanh(state @ way)
-
-    return batch
+@data.given(lambda: torch.randn(5, 2) / 2)
+def aims(way: Tensor, size: int = 96) -> Batch:
+    state = torch.randn(size, 5)
+    return state, torch.tanh(state @ way)
 
 
 class Agent(nn.Module):

@@ -24,18 +24,14 @@ class Recommender(nn.Module):
         return (self.users(users) * self.items(items)).sum(dim=1)
 
 
-def offers() -> data.Batches:
+@data.given(lambda: (torch.randn(300, 3), torch.randn(200, 3)))
+def offers(tastes: Tensor, kinds: Tensor) -> Batch:
     """A user, what it likes, and another thing; a few things are in every second pair."""
-    tastes, kinds = torch.randn(300, 3), torch.randn(200, 3)
-
-    def batch(_: int) -> Batch:
-        users = torch.randint(0, 300, (64,))
-        offered = (200 * torch.rand(64, 2) ** 3).long()
-        better = ((tastes[users][:, None] * kinds[offered]).sum(dim=2)).argmax(dim=1)
-        rows = torch.arange(64)
-        return users, offered[rows, better], offered[rows, 1 - better]
-
-    return batch
+    users = torch.randint(0, 300, (64,))
+    offered = (200 * torch.rand(64, 2) ** 3).long()
+    better = ((tastes[users][:, None] * kinds[offered]).sum(dim=2)).argmax(dim=1)
+    rows = torch.arange(64)
+    return users, offered[rows, better], offered[rows, 1 - better]
 
 
 def ranked(model: nn.Module, users: Tensor, liked: Tensor, other: Tensor) -> Tensor:
@@ -162,17 +158,13 @@ def facts(size: int = 64) -> data.Batches:
     return batch
 
 
-def patients(size: int = 64) -> data.Batches:
+@data.given(lambda: torch.randn(8))
+def patients(risk: Tensor, size: int = 64) -> Batch:
     """What is known of them, when it ended, and whether it was an event."""
-    risk = torch.randn(8)
-
-    def batch(_: int) -> Batch:
-        x = torch.randn(size, 8)
-        ended = -torch.log(torch.rand(size)) * torch.exp(-x @ risk / 2)
-        limit = 3 * torch.rand(size)
-        return x, torch.minimum(ended, limit), (ended < limit).float()
-
-    return batch
+    x = torch.randn(size, 8)
+    ended = -torch.log(torch.rand(size)) * torch.exp(-x @ risk / 2)
+    limit = 3 * torch.rand(size)
+    return x, torch.minimum(ended, limit), (ended < limit).float()
 
 
 def cox(model: nn.Module, x: Tensor, time: Tensor, event: Tensor) -> Tensor:
@@ -182,15 +174,11 @@ def cox(model: nn.Module, x: Tensor, time: Tensor, event: Tensor) -> Tensor:
     return -((score - score.logcumsumexp(dim=0)) * event).sum() / event.sum().clamp(min=1)
 
 
-def queries(size: int = 16) -> data.Batches:
+@data.given(lambda: torch.randn(8) / 8**0.5)
+def queries(taste: Tensor, size: int = 16) -> Batch:
     """Ten documents each, with grades from 0 to 3."""
-    taste = torch.randn(8) / 8**0.5
-
-    def batch(_: int) -> Batch:
-        x = torch.randn(size, 10, 8)
-        return x, (x @ taste + 0.3 * torch.randn(size, 10)).clamp(0, 3).round()
-
-    return batch
+    x = torch.randn(size, 10, 8)
+    return x, (x @ taste + 0.3 * torch.randn(size, 10)).clamp(0, 3).round()
 
 
 def lambdas(model: nn.Module, x: Tensor, grade: Tensor) -> Tensor:
@@ -304,17 +292,13 @@ class Factors(nn.Module):
         return self.offset + self.biases(fields).sum(dim=(1, 2)) + pairs
 
 
-def clicks(size: int = 64) -> data.Batches:
+@data.given(lambda: (torch.randn(60, 3) / 1.5, torch.randn(60) / 2))
+def clicks(taste: Tensor, base: Tensor, size: int = 64) -> Batch:
     """Four fields of 15 values each."""
-    taste, base = torch.randn(60, 3) / 1.5, torch.randn(60) / 2
-
-    def batch(_: int) -> Batch:
-        fields = torch.randint(0, 15, (size, 4)) + 15 * torch.arange(4)
-        vectors = taste[fields]
-        logit = base[fields].sum(dim=1) + (vectors.sum(dim=1).square() - vectors.square().sum(dim=1)).sum(dim=1) / 2
-        return fields, (torch.rand(size) < torch.sigmoid(2 * logit)).float()
-
-    return batch
+    fields = torch.randint(0, 15, (size, 4)) + 15 * torch.arange(4)
+    vectors = taste[fields]
+    logit = base[fields].sum(dim=1) + (vectors.sum(dim=1).square() - vectors.square().sum(dim=1)).sum(dim=1) / 2
+    return fields, (torch.rand(size) < torch.sigmoid(2 * logit)).float()
 
 
 def clicked(model: nn.Module, fields: Tensor, click: Tensor) -> Tensor:
@@ -369,16 +353,12 @@ class Tastes(nn.Module):
         return (self.users(user) * self.things(thing)).sum(1) + self.popularity(thing)[:, 0]
 
 
-def choices(size: int = 64) -> data.Batches:
+@data.given(lambda: (torch.randn(100, 4), torch.randn(150, 4), 1 / torch.arange(1, 151).sqrt()))
+def choices(users: Tensor, things: Tensor, taken: Tensor, size: int = 64) -> Batch:
     """Users, the thing that each took, and another one."""
-    users, things, taken = torch.randn(100, 4), torch.randn(150, 4), 1 / torch.arange(1, 151).sqrt()
-
-    def batch(_: int) -> Batch:
-        user, pair = torch.randint(0, 100, (size,)), torch.multinomial(taken, 2 * size, replacement=True).view(2, size)
-        better = (users[user] * (things[pair[0]] - things[pair[1]])).sum(1) > 0
-        return user, torch.where(better, pair[0], pair[1]), torch.where(better, pair[1], pair[0])
-
-    return batch
+    user, pair = torch.randint(0, 100, (size,)), torch.multinomial(taken, 2 * size, replacement=True).view(2, size)
+    better = (users[user] * (things[pair[0]] - things[pair[1]])).sum(1) > 0
+    return user, torch.where(better, pair[0], pair[1]), torch.where(better, pair[1], pair[0])
 
 
 def preferred(model: nn.Module, user: Tensor, taken: Tensor, other: Tensor) -> Tensor:
@@ -386,15 +366,11 @@ def preferred(model: nn.Module, user: Tensor, taken: Tensor, other: Tensor) -> T
     return -functional.logsigmoid(model(user, taken) - model(user, other)).mean()
 
 
-def rare(size: int = 64, share: float = 0.02) -> data.Batches:
+@data.given(lambda: torch.randn(12))
+def rare(w: Tensor, size: int = 64, share: float = 0.02) -> Batch:
     """A fraud in fifty payments."""
-    w = torch.randn(12)
-
-    def batch(_: int) -> Batch:
-        y = (torch.rand(size) < share).float()
-        return torch.randn(size, 12) + y[:, None] * w, y
-
-    return batch
+    y = (torch.rand(size) < share).float()
+    return torch.randn(size, 12) + y[:, None] * w, y
 
 
 def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -408,12 +384,8 @@ def survival(model: nn.Module, x: Tensor, time: Tensor, seen: Tensor) -> Tensor:
     return -((risk - risk.logcumsumexp(0)) * seen[order]).sum() / seen.sum().clamp(min=1)
 
 
-def survivors(size: int = 48) -> data.Batches:
-    w = torch.randn(8)
-
-    def batch(_: int) -> Batch:
-        x = torch.randn(size, 8)
-        time = -torch.rand(size).log() / (x @ w).exp()
-        return x, time, (torch.rand(size) < 0.6).float()
-
-    return batch
+@data.given(lambda: torch.randn(8))
+def survivors(w: Tensor, size: int = 48) -> Batch:
+    x = torch.randn(size, 8)
+    time = -torch.rand(size).log() / (x @ w).exp()
+    return x, time, (torch.rand(size) < 0.6).float()

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from ..loop import Loop, descend
 from .contrastive import apart, contrast
-from .convolutional import dice, found
 from .equations import six_distances
+from .pixels import dice, found
 from .tables import clicked, lambdas
 
 
