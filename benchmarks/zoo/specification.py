@@ -37,10 +37,11 @@ def called(call: Sequence[Any]) -> Any:
     """Call what ["name", argument, ..., {"name": argument, ...}] says; arguments may be calls and names."""
     name, *arguments = call
     options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
-    return named(name)(*map(_value, arguments), **{key: _value(value) for key, value in options.items()})
+    return named(name)(*map(resolved, arguments), **{key: resolved(value) for key, value in options.items()})
 
 
-def _value(value: Any) -> Any:
+def resolved(value: Any) -> Any:
+    """Return what a call makes, what a name names, or the value itself."""
     if isinstance(value, list):
         return called(value)
     is_name = isinstance(value, str) and ("." in value or hasattr(nn, value))
@@ -61,13 +62,13 @@ def training(row: Mapping[str, Any]) -> Loop:
     if "autocast" in row:
         known["autocast"] = getattr(torch, row["autocast"])
     if "update" in row:
-        known["update"] = _value(row["update"])
+        known["update"] = resolved(row["update"])
     for hooks in ("before", "received", "after"):
         if hooks in row:
             known[hooks] = [named(hook) for hook in row[hooks]]
     # Both draw from the same generator: which is first decides what both are.
-    parts = {part: _value(row[part]) for part in (("data", "model") if "data_first" in row else ("model", "data"))}
-    loop = supervised(parts["model"], parts["data"], _value(row["loss"]), **known)
+    parts = {part: resolved(row[part]) for part in (("data", "model") if "data_first" in row else ("model", "data"))}
+    loop = supervised(parts["model"], parts["data"], resolved(row["loss"]), **known)
     if "average" in row:
         follower(loop, loop.model, row["average"])
     return loop

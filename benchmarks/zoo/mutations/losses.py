@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..loop import Loop
 from ..parts import wrong
-from ..specification import named
+from ..parts.adversarial import hinge_game
+from ..specification import resolved
 from ..transforms import Transform, transform
 from ._common import NEVER, Spec, clock
 
@@ -60,9 +61,9 @@ def loss(loop: Loop, layer: str, by: Spec, at: int = 1, until: int = NEVER) -> N
     loop.loss = changed
 
 
-def loss_replaced(loop: Loop, layer: str, function: str, **options: float) -> None:
+def loss_replaced(loop: Loop, layer: str, function: Spec, **options: float) -> None:
     """Another loss, wrong as people write it."""
-    own: Callable[..., Tensor] = named(function)
+    own: Callable[..., Tensor] = resolved(function)
     loop.loss = lambda *arguments: own(*arguments, **options)
 
 
@@ -84,7 +85,7 @@ def balance(loop: Loop, layer: str, weight: float) -> None:
 
 def critic_not_reset(loop: Loop, layer: str) -> None:
     """The critic's gradients of the generator's step are never reset."""
-    loop.update = lambda loop, step: wrong.hinge_game(loop, step, resets=False)
+    loop.update = lambda loop, step: hinge_game(loop, step, resets=False)
 
 
 def steep_logarithms(loop: Loop, layer: str, slope: float) -> None:

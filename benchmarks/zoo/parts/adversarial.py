@@ -185,21 +185,23 @@ def there_and_back() -> Loop:
     return Loop(model, lambda step: (*first(step), *second(step)), own_loss, [moved, judged], update=update)
 
 
+def hinge_game(loop: Loop, step: int, *, resets: bool = True) -> Tensor:
+    """Points drawn by a generator, against a critic with a hinge, which may forget to reset its gradients."""
+    (real,) = loop.batch(step)
+    fake, judge = loop.model["draws"](torch.randn(len(real), 4)), loop.model["judges"]
+    told = functional.relu(1 - judge(real)).mean() + functional.relu(1 + judge(fake.detach())).mean()
+    if resets:
+        loop.optimizers[0].zero_grad()
+    told.backward()
+    loop.optimizers[0].step()
+    descend(loop.optimizers[1], -judge(fake).mean())
+    return told.detach()
+
+
 def hinged_points() -> Loop:
-    """Points drawn by a generator, against a critic with a hinge."""
     model = nn.ModuleDict({"draws": mlp(4, 32, 32, 2), "judges": mlp(2, 32, 32, 1, act=lambda: nn.LeakyReLU(0.2))})
     optimizers = [torch.optim.Adam(model[name].parameters(), lr=1e-3, betas=(0.5, 0.9)) for name in ("judges", "draws")]
-
-    def update(loop: Loop, step: int) -> Tensor:
-        (real,) = loop.batch(step)
-        fake = loop.model["draws"](torch.randn(len(real), 4))
-        judge = loop.model["judges"]
-        told = functional.relu(1 - judge(real)).mean() + functional.relu(1 + judge(fake.detach())).mean()
-        descend(loop.optimizers[0], told)
-        descend(loop.optimizers[1], -judge(fake).mean())
-        return told.detach()
-
-    return Loop(model, data.points(size=48), regress, optimizers, update=update)
+    return Loop(model, data.points(size=48), regress, optimizers, update=hinge_game)
 
 
 class Adversaries(nn.Module):

@@ -94,17 +94,13 @@ class Denoiser(nn.Module):
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
-        self.first, self.time, self.down = (
-            nn.Conv2d(3, width, 3, padding=1),
-            mlp(1, 16, width, act=nn.SiLU),
-            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.time = mlp(1, 16, width, act=nn.SiLU)
+        self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
+        self.middle = Residual(
+            nn.Sequential(nn.GroupNorm(4, 2 * width), nn.SiLU(), nn.Conv2d(2 * width, 2 * width, 3, padding=1))
         )
-        self.middle, self.up = (
-            Residual(
-                nn.Sequential(nn.GroupNorm(4, 2 * width), nn.SiLU(), nn.Conv2d(2 * width, 2 * width, 3, padding=1))
-            ),
-            nn.ConvTranspose2d(2 * width, width, 2, stride=2),
-        )
+        self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
         self.out = nn.Conv2d(2 * width, 3, 3, padding=1)
 
     def forward(self, x: Tensor, level: Tensor) -> Tensor:

@@ -16,11 +16,9 @@ class Ring(nn.Module):
 
     def __init__(self, dim: int = 16) -> None:
         super().__init__()
-        self.embed, self.rounds, self.head = (
-            nn.Linear(1, dim),
-            nn.ModuleList(nn.Linear(2 * dim, dim) for _ in range(2)),
-            nn.Linear(dim, 1),
-        )
+        self.embed = nn.Linear(1, dim)
+        self.rounds = nn.ModuleList(nn.Linear(2 * dim, dim) for _ in range(2))
+        self.head = nn.Linear(dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.embed(x))

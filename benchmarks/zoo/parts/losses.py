@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,6 +22,17 @@ def regress(model: nn.Module, *batch: Tensor) -> Tensor:
 
 def binary(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(model(x)[:, 0], y.float())
+
+
+def logistic(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Each number is a yes or a no."""
+    return functional.binary_cross_entropy_with_logits(model(x), y)
+
+
+def weighted_logistic(weight: float) -> Callable[..., Tensor]:
+    """A yes weighs more than a no."""
+    factor = torch.tensor(weight)
+    return lambda model, x, y: functional.binary_cross_entropy_with_logits(model(x), y, pos_weight=factor)
 
 
 def hinge(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -17,10 +17,8 @@ class SkipNet(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.first, self.down = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, 2 * width, 3, padding=1)
-        self.up, self.joined = (
-            nn.ConvTranspose2d(2 * width, width, 2, stride=2),
-            nn.Conv2d(2 * width, width, 3, padding=1),
-        )
+        self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
+        self.joined = nn.Conv2d(2 * width, width, 3, padding=1)
         self.out = nn.Conv2d(width, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -192,10 +190,6 @@ def discs(size: int = 12) -> Batch:
     centre, radius = 2 + 8 * torch.rand(size, 2, 1, 1), 1.5 + 2 * torch.rand(size, 1, 1)
     disc = ((place - centre).square().sum(1) < radius**2).float()[:, None]
     return 1.5 * disc + 0.7 * torch.randn_like(disc), disc
-
-
-def drawn_over(model: nn.Module, x: Tensor, disc: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(model(x), disc)
 
 
 class LesionNet(nn.Module):

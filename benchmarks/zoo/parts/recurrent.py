@@ -57,11 +57,9 @@ class Labeller(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.memory, self.head = (
-            nn.Embedding(30, 12, padding_idx=0),
-            nn.LSTM(12, 16, batch_first=True, bidirectional=True),
-            nn.Linear(32, 3),
-        )
+        self.tokens = nn.Embedding(30, 12, padding_idx=0)
+        self.memory = nn.LSTM(12, 16, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(32, 3)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(self.tokens(tokens), lengths, batch_first=True, enforce_sorted=False)
@@ -112,11 +110,9 @@ class Pointer(nn.Module):
     def __init__(self, dim: int = 24) -> None:
         super().__init__()
         self.memory = nn.LSTM(1, dim, batch_first=True, bidirectional=True)
-        self.keys, self.query, self.score = (
-            nn.Linear(2 * dim, dim),
-            nn.Linear(2 * dim, dim),
-            nn.Linear(dim, 1, bias=False),
-        )
+        self.keys = nn.Linear(2 * dim, dim)
+        self.query = nn.Linear(2 * dim, dim)
+        self.score = nn.Linear(dim, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         states = self.memory(x)[0]
@@ -133,11 +129,9 @@ class Carried(nn.Module):
 
     def __init__(self, dim: int = 24) -> None:
         super().__init__()
-        self.tokens, self.memory, self.head = (
-            nn.Embedding(24, 16),
-            nn.LSTM(16, dim, batch_first=True),
-            nn.Linear(dim, 24),
-        )
+        self.tokens = nn.Embedding(24, 16)
+        self.memory = nn.LSTM(16, dim, batch_first=True)
+        self.head = nn.Linear(dim, 24)
         self.state: tuple[Tensor, ...] | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -247,11 +241,9 @@ class Chain(nn.Module):
 
     def __init__(self, dim: int = 24, labels: int = 5) -> None:
         super().__init__()
-        self.tokens, self.window, self.scores = (
-            nn.Embedding(20, dim),
-            nn.Conv1d(dim, dim, 3, padding=1),
-            nn.Linear(dim, labels),
-        )
+        self.tokens = nn.Embedding(20, dim)
+        self.window = nn.Conv1d(dim, dim, 3, padding=1)
+        self.scores = nn.Linear(dim, labels)
         self.steps = nn.Parameter(torch.zeros(labels, labels))
 
     def emissions(self, words: Tensor) -> Tensor:

@@ -25,11 +25,9 @@ class ActorCritic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.actor, self.critic = (
-            nn.Sequential(nn.Linear(6, 32), nn.Tanh()),
-            mlp(32, 16, 3, act=nn.Tanh),
-            mlp(32, 16, 1, act=nn.Tanh),
-        )
+        self.trunk = nn.Sequential(nn.Linear(6, 32), nn.Tanh())
+        self.actor = mlp(32, 16, 3, act=nn.Tanh)
+        self.critic = mlp(32, 16, 1, act=nn.Tanh)
 
     def forward(self, state: Tensor) -> tuple[torch.distributions.Categorical, Tensor]:
         h = self.trunk(state)

@@ -18,11 +18,9 @@ class Tagger(nn.Module):
 
     def __init__(self, inputs: int, classes: int, dim: int = 24) -> None:
         super().__init__()
-        self.conv, self.attention, self.head = (
-            nn.Conv1d(inputs, dim, 3, padding=1),
-            Attention(dim, causal=False),
-            nn.Linear(dim, classes),
-        )
+        self.conv = nn.Conv1d(inputs, dim, 3, padding=1)
+        self.attention = Attention(dim, causal=False)
+        self.head = nn.Linear(dim, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         h = functional.gelu(self.conv(x.mT).mT)
@@ -55,10 +53,8 @@ class Foreseer(nn.Module):
     def __init__(self, dim: int = 24) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Conv1d(1, dim, 4, stride=2), nn.ReLU(), nn.Conv1d(dim, dim, 3, stride=2))
-        self.memory, self.ahead = (
-            nn.GRU(dim, dim, batch_first=True),
-            nn.ModuleList(nn.Linear(dim, dim) for _ in range(3)),
-        )
+        self.memory = nn.GRU(dim, dim, batch_first=True)
+        self.ahead = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
         self.heat = 1.0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -103,10 +103,6 @@ def rare_tags(size: int = 64) -> data.Batches:
     return data.drawn(x, (x @ w > 5.0).float(), size=size)
 
 
-def any_of(model: nn.Module, x: Tensor, tags: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(model(x), tags, pos_weight=torch.full((10,), 5.0))
-
-
 class Neighbours(nn.Module):
     """Words are near those that they stand beside, and far from words drawn at random."""
 
@@ -216,11 +212,9 @@ class Ordinal(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.first, self.gaps = (
-            mlp(8, 32, 32, 1),
-            nn.Parameter(torch.tensor(-1.0)),
-            nn.Parameter(torch.zeros(3)),
-        )
+        self.net = mlp(8, 32, 32, 1)
+        self.first = nn.Parameter(torch.tensor(-1.0))
+        self.gaps = nn.Parameter(torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
         limits = torch.cat([self.first[None], self.first + functional.softplus(self.gaps).cumsum(dim=0)])
@@ -240,10 +234,6 @@ def lengths_put_back(loop: Loop, step: int) -> None:
 def labels_of_many(size: int = 64, n: int = 2048) -> data.Batches:
     x = torch.randn(n, 10)
     return data.drawn(x, (x @ torch.randn(10, 8) / 2 > 1.0).float(), size=size)
-
-
-def tagged(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(model(x), y, pos_weight=torch.tensor(3.0))
 
 
 class Wide(nn.Module):

@@ -139,8 +139,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(dim, 2 * dim, bias=False), nn.Linear(dim, 2 * dim, bias=False),
-                                         nn.Linear(2 * dim, dim, bias=False))  # fmt: skip
+        self.gate = nn.Linear(dim, 2 * dim, bias=False)
+        self.up = nn.Linear(dim, 2 * dim, bias=False)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(functional.silu(self.gate(x)) * self.up(x))

@@ -208,10 +208,6 @@ def log_of_steep_sigmoid(margin: Tensor) -> Tensor:
     return -torch.log(torch.sigmoid(margin / 0.001)).mean()
 
 
-def positives_weighted(model: nn.Module, x: Tensor, y: Tensor, weight: float) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(model(x), y, pos_weight=torch.tensor(weight))
-
-
 def sigmoid_in_half(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Probabilities by hand in float16: log(p + 1e-8)."""
     share = (40 * model(x)).half().sigmoid()
@@ -226,19 +222,6 @@ def exp_and_log(x: Tensor) -> Tensor:
 def root_of_relu(spread: Tensor) -> Tensor:
     """A deviation whose slope is 0/0 where the variance is 0."""
     return (torch.relu(spread) * spread).sqrt()
-
-
-def hinge_game(loop: Loop, step: int, resets: bool) -> Tensor:
-    """A generator and a critic, whose gradients may never be reset."""
-    (real,) = loop.batch(step)
-    fake, judge = loop.model["draws"](torch.randn(len(real), 4)), loop.model["judges"]
-    told = functional.relu(1 - judge(real)).mean() + functional.relu(1 + judge(fake.detach())).mean()
-    if resets:
-        loop.optimizers[0].zero_grad()
-    told.backward()
-    loop.optimizers[0].step()
-    descend(loop.optimizers[1], -judge(fake).mean())
-    return told.detach()
 
 
 def logarithmic_game(loop: Loop, step: int, slope: float) -> Tensor:
