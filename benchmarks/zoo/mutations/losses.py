@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from ..loop import Loop
 from ..parts import wrong
 from ..parts.adversarial import hinge_game
+from ..parts.dense import OwnBackward
 from ..specification import resolved
 from ..transforms import Transform, transform
 from ._common import NEVER, Spec, clock
@@ -25,7 +25,7 @@ def output(loop: Loop, layer: str, by: Spec, at: int = 1, until: int = NEVER, of
 def backward(loop: Loop, layer: str, by: Spec, at: int = 1, until: int = NEVER) -> None:
     """Transform the gradient of the layer's output within some steps."""
     change = transform(by)
-    _transform_outputs(loop, layer, lambda out: _Backward.apply(out, change), at, until, None)
+    _transform_outputs(loop, layer, lambda out: OwnBackward.apply(out, torch.clone, change), at, until, None)
 
 
 def _transform_outputs(loop: Loop, layer: str, change: Transform, at: int, until: int, of: str | None) -> None:
@@ -37,17 +37,6 @@ def _transform_outputs(loop: Loop, layer: str, change: Transform, at: int, until
     names = [layer] if of is None else [name for name, _ in loop.model.named_modules() if name.endswith(of)]
     for name in names:
         loop.model.get_submodule(name).register_forward_hook(hook)
-
-
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, change: Transform) -> Tensor:
-        context.change = change
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return context.change(grad), None
 
 
 def loss(loop: Loop, layer: str, by: Spec, at: int = 1, until: int = NEVER) -> None:

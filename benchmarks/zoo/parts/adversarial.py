@@ -11,7 +11,7 @@ from torch.nn import functional
 from ..loop import Loop, descend
 from . import data
 from .convolutional import Autoencoder, colours
-from .dense import mlp
+from .dense import OwnBackward, mlp
 from .generative import half_circles
 from .losses import own_loss, regress
 
@@ -52,16 +52,6 @@ def gan(*, kind: str = "standard", lr: float = 1e-3, batch: int = 32) -> Loop:
     return Loop(model, data.points(batch), own_loss, [generator, critic], update=update, watched=dict(model.items()))
 
 
-class _Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(context: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context: object, grad: Tensor) -> Tensor:
-        return -0.3 * grad
-
-
 class DomainAdversarial(nn.Module):
     """Features that say the class and not the domain."""
 
@@ -73,7 +63,7 @@ class DomainAdversarial(nn.Module):
         domain = torch.randint(0, 2, (len(x),)).float()
         h = self.features(x + domain[:, None])
         return functional.cross_entropy(self.label(h), y) + functional.binary_cross_entropy_with_logits(
-            self.domain(_Reversed.apply(h))[:, 0], domain
+            self.domain(OwnBackward.apply(h, torch.clone, lambda grad: -0.3 * grad))[:, 0], domain
         )
 
 

@@ -136,15 +136,9 @@ def places(size: int, length: float) -> Batches:
     return lambda step: (length * torch.rand(size, 1),)
 
 
-def whole(make: Callable[_P, Batch]) -> Callable[_P, Batches]:
+def whole(make: Callable[[], Batch]) -> Callable[[], Batches]:
     """A data set that is drawn once, all of which is every batch."""
-
-    @functools.wraps(make)
-    def with_options(*arguments: _P.args, **options: _P.kwargs) -> Batches:
-        drawn_once = make(*arguments, **options)
-        return lambda step: drawn_once
-
-    return with_options
+    return given(make)(lambda *batch: batch)
 
 
 def exact_line() -> Batches:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ..loop import Batch
+from ..transforms import Transform
 from . import data
 
 
@@ -22,6 +24,19 @@ def mlp(
     for inputs, outputs in itertools.pairwise(sizes[:-1]):
         layers += [nn.Linear(inputs, outputs), *([norm(outputs)] if norm else []), act()]
     return nn.Sequential(*layers, nn.Linear(*sizes[-2:]))
+
+
+class OwnBackward(torch.autograd.Function):
+    """A function of a tensor, and what it makes of the gradient, whatever its derivative is."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, function: Transform, of_gradient: Transform) -> Tensor:
+        context.of_gradient = of_gradient
+        return function(x)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return context.of_gradient(grad), None, None
 
 
 class Residual(nn.Module):
@@ -182,18 +197,6 @@ class Equilibrium(nn.Module):
         return self.head(torch.tanh(self.inner(state) + given))
 
 
-class _Spike(torch.autograd.Function):
-    @staticmethod
-    def forward(context: object, x: Tensor) -> Tensor:
-        context.save_for_backward(x)
-        return (x > 0).float()
-
-    @staticmethod
-    def backward(context: object, grad: Tensor) -> Tensor:
-        (x,) = context.saved_tensors
-        return grad / (1 + 5 * x.abs()) ** 2
-
-
 class Spiking(nn.Module):
     """Neurons that leak and fire over eight steps; a smooth slope stands for the jump."""
 
@@ -205,9 +208,13 @@ class Spiking(nn.Module):
         current, charge, total = self.inner(x), torch.zeros(len(x), 48), torch.zeros(len(x), 4)
         for _ in range(8):
             charge = 0.8 * charge + current
-            fired = _Spike.apply(charge - 1.0)
+            fired = self.fire(charge - 1.0)
             charge, total = charge - fired, total + self.outer(fired)
         return total / 8
+
+    @staticmethod
+    def fire(x: Tensor) -> Tensor:
+        return OwnBackward.apply(x, lambda x: (x > 0).float(), lambda grad: grad / (1 + 5 * x.abs()) ** 2)
 
 
 class Process(nn.Module):
@@ -246,23 +253,13 @@ def imitated_hand(model: nn.Module, state: Tensor, action: Tensor) -> Tensor:
     return ((action - mean).square() * torch.exp(-2 * spread) / 2 + spread).sum(dim=1).mean()
 
 
-class _Sign(torch.autograd.Function):
-    @staticmethod
-    def forward(context: object, weight: Tensor) -> Tensor:
-        return weight.sign()
-
-    @staticmethod
-    def backward(context: object, grad: Tensor) -> Tensor:
-        return grad
-
-
 class Binary(nn.Linear):
     """Weights of one size; their signs are learned as if they were numbers."""
 
     through = True
 
     def forward(self, x: Tensor) -> Tensor:
-        signs = _Sign.apply(self.weight) if self.through else self.weight.sign()
+        signs = OwnBackward.apply(self.weight, torch.sign, lambda grad: grad) if self.through else self.weight.sign()
         return functional.linear(x, signs / self.in_features**0.5, self.bias)
 
 

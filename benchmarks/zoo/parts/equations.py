@@ -30,15 +30,25 @@ def places_and_colours() -> Batch:
     return x, 0.5 + 0.5 * torch.sin(9 * x @ torch.tensor([[1.0, 0.3, -0.8], [0.5, -1.0, 0.6]]))
 
 
+def slopes(model: nn.Module, x: Tensor, *, through: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """The model's value, and its first and second derivative; `through`: that this one can be differentiated, too."""
+    x = x.requires_grad_()
+    value = model(x)
+    first = torch.autograd.grad(value.sum(), x, create_graph=True)[0]
+    return value, first, torch.autograd.grad(first.sum(), x, create_graph=through)[0]
+
+
+def _start(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Value and slope at 0."""
+    start = torch.zeros(1, 1, requires_grad=True)
+    value = model(start)
+    return value, torch.autograd.grad(value.sum(), start, create_graph=True)[0]
+
+
 def oscillator(model: nn.Module, x: Tensor) -> Tensor:
     """u'' = -u with u(0) = 0 and u'(0) = 1, by the equation alone."""
-    x = x.requires_grad_()
-    u = model(x)
-    first = torch.autograd.grad(u.sum(), x, create_graph=True)[0]
-    second = torch.autograd.grad(first.sum(), x, create_graph=True)[0]
-    start = torch.zeros(1, 1, requires_grad=True)
-    at_start = model(start)
-    slope = torch.autograd.grad(at_start.sum(), start, create_graph=True)[0]
+    u, _, second = slopes(model, x)
+    at_start, slope = _start(model)
     return (second + u).square().mean() + at_start.square().sum() + (slope - 1).square().sum()
 
 
@@ -101,9 +111,7 @@ def rays(size: int = 64) -> Batch:
 
 def equation(model: nn.Module, x: Tensor, edge: Tensor, weight: float = 10.0, through: bool = True) -> Tensor:
     """u'' = -sin(3x) between 0 and 2, 0 at both ends: the residual of the equation, and of its ends."""
-    x = x.requires_grad_(True)
-    slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
-    curved = torch.autograd.grad(slope.sum(), x, create_graph=through)[0]
+    _, _, curved = slopes(model, x, through=through)
     return (curved + torch.sin(3 * x)).square().mean() + weight * model(edge).square().mean()
 
 
@@ -171,15 +179,10 @@ def surface(ways: Tensor, size: int = 40) -> Batch:
     return x, torch.sin(x @ ways).sum(dim=1, keepdim=True) + 0.1 * torch.randn(size, 1)
 
 
-def physics(model: nn.Module, t: Tensor) -> Tensor:
+def pendulum(model: nn.Module, t: Tensor) -> Tensor:
     """The pendulum's equation, and its beginning."""
-    t = t.requires_grad_()
-    u = model(t)
-    first = torch.autograd.grad(u.sum(), t, create_graph=True)[0]
-    second = torch.autograd.grad(first.sum(), t, create_graph=True)[0]
-    start = torch.zeros(1, 1, requires_grad=True)
-    at_start = model(start)
-    speed = torch.autograd.grad(at_start.sum(), start, create_graph=True)[0]
+    u, first, second = slopes(model, t)
+    at_start, speed = _start(model)
     return (second + 0.2 * first + 4 * u).square().mean() + 10 * ((at_start - 1).square() + speed.square()).mean()
 
 

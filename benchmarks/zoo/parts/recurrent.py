@@ -125,17 +125,28 @@ def largest(_: int) -> Batch:
 
 
 class Carried(nn.Module):
-    """An LSTM whose last state begins the next batch."""
+    """A language model by an LSTM whose last state begins the next batch; `embedding`: the name of its first layer."""
 
-    def __init__(self, dim: int = 24) -> None:
+    def __init__(
+        self,
+        inputs: int = 16,
+        dim: int = 24,
+        layers: int = 1,
+        *,
+        dropout: float = 0.0,
+        bound: float | None = None,
+        embedding: str = "tokens",
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(24, 16)
-        self.memory = nn.LSTM(16, dim, batch_first=True)
+        self.add_module(embedding, nn.Embedding(24, inputs))
+        self.memory = nn.LSTM(inputs, dim, layers, batch_first=True, dropout=dropout)
         self.head = nn.Linear(dim, 24)
-        self.state: tuple[Tensor, ...] | None = None
+        self.embedding, self.state = embedding, None
+        if bound is not None:
+            nn.init.uniform_(self.get_submodule(embedding).weight, -bound, bound)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        states, last = self.memory(self.tokens(tokens), self.state)
+        states, last = self.memory(self.get_submodule(self.embedding)(tokens), self.state)
         self.state = tuple(part.detach() for part in last)
         return self.head(states)
 
@@ -144,22 +155,6 @@ def streams(size: int = 8, length: int = 16) -> data.Batches:
     """Text that goes on from batch to batch."""
     x, y = data.sentences(size, length=length * 240)(0)
     return lambda step: (x[:, (at := length * ((step - 1) % 240)) : at + length], y[:, at : at + length])
-
-
-class CarriedDeep(nn.Module):
-    """A language model whose state goes on from batch to batch, cut from the graph in between."""
-
-    def __init__(self, words: int = 24, dim: int = 32) -> None:
-        super().__init__()
-        self.tokens, self.memory = nn.Embedding(words, dim), nn.LSTM(dim, dim, 2, batch_first=True)
-        self.head = nn.Linear(dim, words)
-        nn.init.uniform_(self.tokens.weight, -0.1, 0.1)
-        self.state: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden, state = self.memory(self.tokens(tokens), self.state)
-        self.state = (state[0].detach(), state[1].detach())
-        return self.head(hidden)
 
 
 class World(nn.Module):
@@ -296,20 +291,6 @@ class Words(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         return self.head(self.drop(self.memory(self.drop(self.words(words)))[0]))
-
-
-class Writer(nn.Module):
-    """An LSTM of two layers whose state goes on from batch to batch."""
-
-    def __init__(self, words: int = 24, dim: int = 32) -> None:
-        super().__init__()
-        self.words, self.memory = nn.Embedding(words, dim), nn.LSTM(dim, dim, 2, batch_first=True, dropout=0.1)
-        self.head, self.state = nn.Linear(dim, words), None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        states, state = self.memory(self.words(tokens), self.state)
-        self.state = tuple(one.detach() for one in state)
-        return self.head(states)
 
 
 def continued() -> data.Batches:

@@ -10,18 +10,18 @@ from ..loop import Batch, Loop
 from . import data
 
 
-class EchoTranslator(nn.Module):
-    """An encoder's last state begins a decoder, which is given the right words so far."""
+class Echo(nn.Module):
+    """An encoder's last state begins a decoder, which is given the right words so far: the source's, if no others."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 13, inputs: int = 16, dim: int = 32, outputs: int = 12) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(13, 16)
-        self.encoder, self.decoder = nn.GRU(16, 32, batch_first=True), nn.GRU(16, 32, batch_first=True)
-        self.head = nn.Linear(32, 12)
+        self.tokens, self.start = nn.Embedding(tokens, inputs), tokens - 1
+        self.encoder, self.decoder = nn.GRU(inputs, dim, batch_first=True), nn.GRU(inputs, dim, batch_first=True)
+        self.head = nn.Linear(dim, outputs)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         state = self.encoder(self.tokens(source))[1]
-        begun = functional.pad(target, (1, 0), value=12)[:, :-1]
+        begun = functional.pad(source if target is None else target, (1, 0), value=self.start)[:, :-1]
         return self.head(self.decoder(self.tokens(begun), state)[0])
 
 
@@ -81,21 +81,6 @@ def reversed_words(size: int = 32) -> Batch:
 def hears_itself(loop: Loop, step: int) -> None:
     """Ever more of what the decoder reads is what it said itself."""
     loop.model.own = min(0.5, step / 200)
-
-
-class Copier(nn.Module):
-    """An encoder says a sequence, and a decoder repeats it from its last state."""
-
-    def __init__(self, dim: int = 48) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(7, 12)
-        self.encoder, self.decoder = nn.GRU(12, dim, batch_first=True), nn.GRU(12, dim, batch_first=True)
-        self.head = nn.Linear(dim, 7)
-
-    def forward(self, words: Tensor) -> Tensor:
-        state = self.encoder(self.tokens(words))[1]
-        shifted = torch.cat([torch.full_like(words[:, :1], 6), words[:, :-1]], dim=1)
-        return self.head(self.decoder(self.tokens(shifted), state)[0])
 
 
 @data.anew

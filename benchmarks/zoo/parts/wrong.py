@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ..loop import Loop, descend
 from .contrastive import apart, contrast
-from .equations import six_distances
+from .equations import six_distances, slopes
 from .pixels import dice, found
 from .tables import clicked, lambdas
 
@@ -108,9 +108,7 @@ def far_from_itself(model: nn.Module, head: Tensor, relation: Tensor, tail: Tens
 
 def round_coordinates(model: nn.Module, x: Tensor, edge: Tensor) -> Tensor:
     """The equation around a centre: u'' + u' / x."""
-    x = x.requires_grad_(True)
-    slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
-    curved = torch.autograd.grad(slope.sum(), x, create_graph=True)[0]
+    _, slope, curved = slopes(model, x)
     return (curved + slope / x + torch.sin(3 * x)).square().mean() + 10 * model(edge).square().mean()
 
 
