@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.zoo import cases, detectors, pictures, table
-from benchmarks.zoo.cases import CASES, Case, chosen
-from benchmarks.zoo.causes import KNOWN_CAUSES, acceptable, named
+from benchmarks.zoo.cases import CASES, Case, build, chosen
+from benchmarks.zoo.causes import KNOWN_CAUSES, named
+from benchmarks.zoo.mutations import MUTATIONS, Mutation, mutate
 from benchmarks.zoo.record import Recording, Told, record, replay
 from benchmarks.zoo.score import add_up, failures, judge_cause, names_layer, score, seen_by_others
+from benchmarks.zoo.specification import formula
+from benchmarks.zoo.transforms import transform
 from wandb_gradwatch import Alert
 from wandb_gradwatch._judgement.incident import Incident, Layer, Level
 from wandb_gradwatch._judgement.structure import ModelInfo
@@ -93,7 +101,7 @@ def test_a_fault_from_the_start_is_compared_with_the_first_loss_and_an_ascent_is
     assert score(CASE, recording(CASE, losses=(50.0, *[1.0] * 199))).doomed == STEPS - 1  # the first ten but one are 1
     falling = tuple(100.0 - step for step in range(STEPS))
     assert score(CASE, recording(CASE, losses=falling)).doomed == 0
-    ascent = next(case for case in CASES.values() if case.fault is not None and case.fault.cause == "wrong_sign")
+    ascent = next(case for case in CASES.values() if case.fault is not None and case.fault.causes[0] == "wrong_sign")
     assert score(ascent, recording(ascent, losses=falling)).doomed == STEPS - 1
 
 
@@ -109,7 +117,7 @@ def test_a_fault_from_the_start_is_compared_with_the_first_loss_and_an_ascent_is
     ],
 )
 def test_causes_are_read_from_the_incident(cause: str, rival: str, judged: str) -> None:
-    assert judge_cause(named(told(1, cause, rival).alert), acceptable(("dead units",))) == judged
+    assert judge_cause(named(told(1, cause, rival).alert), {"dead_units"}) == judged
 
 
 def test_an_alert_without_an_incident_leaves_the_cause_open_and_its_text_is_the_message() -> None:
@@ -119,14 +127,21 @@ def test_an_alert_without_an_incident_leaves_the_cause_open_and_its_text_is_the_
 
 
 def test_every_fault_has_known_causes_and_sits_in_trainings_that_exist() -> None:
-    names = {case.name for case in CASES.values() if case.fault is None}
-    assert len(names) == sum(map(len, cases.HEALTHY.values()))  # no name is used twice
+    rows = [row for one in cases.SETS for row in one["trainings"]]
+    names = {row["name"] for row in rows}
+    assert len(names) == len(rows)  # no name is used twice
     for case in CASES.values():
         if case.fault is not None:
-            assert acceptable((case.fault.cause, *case.fault.also)) <= KNOWN_CAUSES, case.name
+            assert case.fault.causes, case.name
+            assert set(case.fault.causes) <= KNOWN_CAUSES, case.name
             assert case.base in names
-    with pytest.raises(ValueError, match=r"unknown causes: \['gremlins'\]"):
-        acceptable(("dead units", "gremlins"))
+
+
+def test_a_set_says_what_it_is_for_when_it_was_written_and_what_nobody_tunes_on() -> None:
+    for one in cases.SETS:
+        assert date.fromisoformat(one["written"]), one["set"]  # raises if it is none
+        assert len(one["purpose"]) > 50, one["set"]
+        assert one["not_tuned_on"], one["set"]
 
 
 def test_a_layer_is_named_as_a_whole() -> None:
@@ -140,41 +155,88 @@ def test_a_layer_is_named_as_a_whole() -> None:
 def test_the_halves_share_no_training_and_a_third_of_the_families_is_kept_out() -> None:
     tune, scored = (({(case.name, seed) for case, seed in chosen(half)}) for half in ("tune", "score"))
     assert not tune & scored
-    healthy = {case.family for case in CASES.values() if case.fault is None}
-    faults = {case.family for case in CASES.values() if case.fault is not None}
-    assert healthy >= cases.KEPT_OUT_HEALTHY
-    assert faults >= cases.KEPT_OUT_FAULTS
-    assert 3 * len(cases.KEPT_OUT_HEALTHY) >= len(healthy)
-    assert 3 * len(cases.KEPT_OUT_FAULTS) >= len(faults)
+    for is_healthy in (True, False):
+        some = [case for case in CASES.values() if (case.fault is None) == is_healthy]
+        families, kept_out = {case.family for case in some}, {case.family for case in some if case.kept_out}
+        assert 3 * len(kept_out) >= len(families)
+        assert families & cases.LOCKED <= kept_out
+        assert families & cases.SEALED_FAMILIES <= cases.LOCKED
     assert not any(case.kept_out for case, _ in chosen("tune"))
-    assert {family for family in healthy | faults if "locked" in family or "sealed" in family} == cases.LOCKED
-    assert not any(case.family in cases.LOCKED for case, _ in chosen("tune"))
     assert not any(case.family in cases.SEALED_FAMILIES for case, _ in chosen("score"))
-    assert {case.family for case, _ in chosen("all")} == healthy | faults
+    assert {case.family for case, _ in chosen("all")} == {case.family for case in CASES.values()}
+
+
+def _kinds(mutations: list[Mutation]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for kind, options in mutations:
+        yield kind, options
+        yield from _kinds(options.get("do", []))
+
+
+def test_the_sets_use_what_the_catalogues_have_and_nothing_else() -> None:
+    used = [one for case in CASES.values() if case.fault is not None for one in _kinds(case.fault.mutations)]
+    assert {kind for kind, _ in used} == set(MUTATIONS)
+    for kind, options in used:
+        known = inspect.signature(MUTATIONS[kind]).parameters
+        is_open = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+        assert is_open or set(options) <= set(known), (kind, options)
+
+
+def test_a_transform_is_a_name_or_a_call_or_several_of_them() -> None:
+    x = torch.tensor([1.0, 2.0])
+    assert transform("zeros")(x).tolist() == [0.0, 0.0]
+    assert transform(["times", 3])(x).tolist() == [3.0, 6.0]
+    assert transform([["times", 3], ["plus", 1]])(x).tolist() == [4.0, 7.0]
+    assert transform(["added", 10, [["times", 3], ["plus", 1]]])(x).tolist() == [41.0, 72.0]  # x + 10 * (3 x + 1)
+    with pytest.raises(KeyError, match="gremlins"):
+        transform("gremlins")
+
+
+def test_a_formula_is_a_number_or_a_function_of_the_step() -> None:
+    assert formula(3)(7) == 3
+    assert formula("max(0.0, 1 - step / 10)")(5) == 0.5
+    with pytest.raises(NameError, match="open"):
+        formula("open('file')")(1)
+
+
+def test_a_mutation_begins_and_ends_at_its_steps() -> None:
+    loop = build(CASES["MLP, squared error"])
+    loop.batch = lambda step: (torch.ones(2, 3), torch.ones(2, 1))
+    mutate(loop, "", [("batch", {"by": ["times", 5], "part": 1, "at": 3, "until": 6, "every": 2})])
+    # Of steps 3 to 5 every second one, and only the targets.
+    assert [float(loop.batch(step)[1].mean()) for step in range(1, 8)] == [1, 1, 5, 1, 5, 1, 1]
+    assert float(loop.batch(3)[0].mean()) == 1
+
+
+def test_a_family_is_locked_as_a_whole_or_not_at_all() -> None:
+    found: dict[tuple[str, bool], set[tuple[bool, ...]]] = {}
+    for case in CASES.values():
+        found.setdefault((case.family, case.fault is None), set()).add((case.locked, case.sealed, case.kept_out))
+    assert all(len(access) == 1 for access in found.values())
 
 
 def test_sealed_faults_sit_in_a_layer_of_a_sealed_training() -> None:
-    models = {name: make().model for name, make in cases.HEALTHY["sealed trainings"].items()}
+    models = {name: build(case).model for name, case in CASES.items() if case.family == "sealed trainings"}
     for case in CASES.values():
         if case.family == "sealed faults":
             models[case.base].get_submodule(case.layer)
 
 
-@pytest.mark.parametrize("number", ["third", "fourth", "fifth"])
-def test_open_and_locked_faults_share_no_training(number: str) -> None:
-    halves = {True: f"{number} locked trainings", False: f"{number} trainings"}
-    faulty = [case for case in CASES.values() if case.fault is not None and case.family.startswith(number)]
-    assert faulty
+HALF_LOCKED = ("matched pairs", "research recipes", "everyday tasks", "textbook models", "coin toss")
+
+
+@pytest.mark.parametrize("name", HALF_LOCKED)
+def test_open_and_locked_faults_share_no_training(name: str) -> None:
+    faulty = [case for case in CASES.values() if case.fault is not None and case.family.startswith(name)]
+    assert {case.locked for case in faulty} == {True, False}
     for case in faulty:
-        assert CASES[case.base].family == halves[case.family in cases.LOCKED], case.name
+        assert CASES[case.base].locked == case.locked, case.name
 
 
 def test_what_goes_wrong_is_listed_except_in_the_locked_families() -> None:
     wrong = [score(case, recording(case, told(1 if case.fault is None else 400))) for case in CASES.values()]
     listed = "\n".join(failures(wrong))
     assert all(f" {family}: " in listed for family in {one.family for one in wrong} - cases.LOCKED)
-    assert "locked" not in listed
-    assert "sealed" not in listed
+    assert not any(f" {family}: " in listed for family in cases.LOCKED)
 
 
 @pytest.mark.parametrize("detector", detectors.DETECTORS.values())

@@ -60,12 +60,12 @@ class Loop:
             factor = self.schedule(step)
             for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
                 group["lr"] = factor * group.setdefault("first_lr", group["lr"])
-        loss = self._plain_update(step) if self.update is None else self.update(self, step)
+        loss = self.plain_update(step) if self.update is None else self.update(self, step)
         for hook in self.after:
             hook(self, step)
         return float(loss.detach())
 
-    def _plain_update(self, step: int) -> Tensor:
+    def plain_update(self, step: int) -> Tensor:
         if self.zeroes:
             self.zero_grad()
         total = torch.zeros(())

@@ -57,7 +57,8 @@ PICTURES: Final = {
         {"norm of the last layer": _of("grad_norm", "50.weight"), "of the first": _of("grad_norm", "0.weight")},
     ),
     "Dead gradient": Picture(
-        "biases pushed to -50 at step 120 | MLP, squared error", {"dead share of layer 2": _of("dead_ratio", "2.weight")}
+        "biases pushed to -50 at step 120 | MLP, squared error",
+        {"dead share of layer 2": _of("dead_ratio", "2.weight")},
     ),
     "No gradient": Picture(
         "a layer's output detached from step 100 | MLP, squared error",
@@ -72,8 +73,12 @@ PICTURES: Final = {
         "one layer 100x | MLP, squared error",
         {"weights of layer 2": _of("param_norm", "2.weight"), "of layer 0": _of("param_norm", "0.weight")},
     ),
-    "Parameters grow too fast": Picture("restarts at 200x at step 120 | MLP, squared error", {"parameters' norm": _parameters}),
-    "Parameters shrink": Picture("of 30, decoupled | transformer, warm-up and cosine", {"parameters' norm": _parameters}),
+    "Parameters grow too fast": Picture(
+        "restarts at 200x at step 120 | MLP, squared error", {"parameters' norm": _parameters}
+    ),
+    "Parameters shrink": Picture(
+        "of 30, decoupled | transformer, warm-up and cosine", {"parameters' norm": _parameters}
+    ),
     "Clipping too tight": Picture(
         "to a norm of 1e-5 | MLP, SGD with momentum",
         {"norm before clipping": _norm, "after": lambda snapshot: snapshot.total_grad_norm_clipped},
@@ -115,7 +120,8 @@ def draw(steps: Values, curves: dict[str, Values], *, began: int, told: int) -> 
         else f'<text x="{_WIDTH - 4}" y="{_HEIGHT - 2}" text-anchor="end">step {last:.0f}</text>',
         f'<path d="M{x(began)} {_TOP}V{_BOTTOM}" stroke="#808080" stroke-dasharray="3"/>',
         f'<path d="M{x(told)} {_TOP}V{_BOTTOM}" stroke="#d83b3b"/>',
-        f'<text x="{min(x(told), _WIDTH - 30)}" y="{_HEIGHT - 2}" text-anchor="middle" fill="#d83b3b">told at {told}</text>',
+        f'<text x="{min(x(told), _WIDTH - 30)}" y="{_HEIGHT - 2}" text-anchor="middle" fill="#d83b3b">'
+        f"told at {told}</text>",
     ]
     for place, (label, values) in enumerate(curves.items()):
         points = [(x(step), y(value)) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]

@@ -71,8 +71,8 @@ def record(case: Case, seed: int, every: int = 1) -> Recording:
     """Run a training once, watched with the default rules, without messages in the log or on the terminal.
 
     Args:
-        every: 1: every step is sampled. n: the default cadence decides, on a clock of which the first ten steps and then
-            about every n-th are sampled, besides what looks unusual.
+        every: 1: every step is sampled. n: the default cadence decides, on a clock of which the first ten steps and
+            then about every n-th are sampled, besides what looks unusual.
     """
     logger = logging.getLogger("wandb_gradwatch")
     level = logger.level

@@ -11,13 +11,13 @@ from typing import Final, Literal
 from wandb_gradwatch import Alert
 
 from .cases import LOCKED, Case
-from .causes import acceptable, named
+from .causes import named
 from .detectors import DETECTORS, Steps
 from .record import Recording
 
 Judged = Literal["", "right", "either", "none right", "open"]
 _NUM_COMPARED: Final = 10  # losses at the end of a training that are compared with as many before its fault
-_ASCENTS: Final = ("sign", "wrong_sign", "unbounded_loss")  # the loss falls for ever: it does not say that all is lost
+_ASCENTS: Final = ("wrong_sign", "unbounded_loss")  # the loss falls for ever: it does not say that all is lost
 _MIN_GAIN: Final = 0.05  # of the loss before the fault: a training that gains less has learned nothing since
 
 
@@ -70,7 +70,7 @@ def score(case: Case, recording: Recording) -> Score:
     )
     if case.fault is None or recording.first_bad is None:
         return scored
-    if is_worth_an_error(recording) or case.fault.cause in _ASCENTS:
+    if is_worth_an_error(recording) or case.fault.causes[0] in _ASCENTS:
         last = recording.losses[-1][0]
         stops = [one.at for one in after if one.alert.level == "ERROR"]
         saved = last - stops[0] if stops and not scored.errors else 0
@@ -83,7 +83,7 @@ def score(case: Case, recording: Recording) -> Score:
         seen=True,
         title=first.alert.title,
         delay=first.at - recording.first_bad,
-        cause=judge_cause(named(first.alert), acceptable((case.fault.cause, *case.fault.also))),
+        cause=judge_cause(named(first.alert), case.fault.causes),
         layer=names_layer(first.alert, case.layer) if case.layer else None,
     )
 
@@ -150,7 +150,7 @@ def steps_of(recording: Recording) -> Steps:
 
 
 def add_up(scores: Iterable[Score]) -> dict[str, float]:
-    """Return the figures of the table; shares are of all healthy, or of all visible faulty runs, unless said otherwise."""
+    """Return the figures of the table; shares are of all healthy, or all visible faulty runs, unless said otherwise."""
     scores = list(scores)
     healthy = [one for one in scores if one.healthy]
     faulty = [one for one in scores if not one.healthy and one.decidable]
@@ -173,7 +173,9 @@ def add_up(scores: Iterable[Score]) -> dict[str, float]:
         "characters per message, median": median(lengths) if lengths else math.nan,
         "characters per message, largest": max(lengths, default=math.nan),
         "faulty runs worth an ERROR": sum(one.doomed > 0 for one in faulty),
-        "their steps saved by stopping at the first ERROR": _share(sum(one.saved for one in faulty), sum(one.doomed for one in faulty)),
+        "their steps saved by stopping at the first ERROR": _share(
+            sum(one.saved for one in faulty), sum(one.doomed for one in faulty)
+        ),
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks.table import with_table
 from wandb_gradwatch._judgement.symptoms import SYMPTOMS
 
-from .cases import CASES, KEPT_OUT_FAULTS, KEPT_OUT_HEALTHY, LOCKED, SEALED_FAMILIES
+from .cases import CASES, LOCKED, SEALED_FAMILIES
 from .pictures import PICTURES, file_name
 from .score import Score, add_up
 
@@ -29,10 +29,10 @@ Others = Sequence[tuple[Score, Mapping[str, tuple[int, int | None]]]]
 
 _INTRODUCTION = """# How often the alerts are right
 
-Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_faulty} faulty ones ({num_faults} faults, each in one or several
-healthy trainings), all small: 80 to 400 steps. For each fault, its first step, its layer and its cause are written
-down in `benchmarks/zoo/` (`faults.py`, `unseen.py`, `fresh_faults.py`, `another_faults.py`, `blind_faults.py`, `third_faults.py`,
-`fourth_faults.py`, `fifth_faults.py`, `sixth_faults.py`, `sealed.py`).
+Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_faulty} faulty ones ({num_faults} faults,
+each in one or several healthy trainings), all small: 80 to 400 steps. They are data, `benchmarks/zoo/sets/`: each set
+says what it is for, when it was written, and what of it nobody may tune on; each fault its first step, its layer, its
+cause and the mutations that make it.
 
 Thresholds may be chosen on one seed of some families only. The figures here come from another seed. Families that are
 not used for choosing thresholds are shown separately: {kept_out}.
@@ -42,8 +42,8 @@ not used for choosing thresholds are shown separately: {kept_out}.
 - **cause right**: the first alarm's incident names a right cause, alone or with a rival; as a share of all faulty runs,
   including those without an alarm. **no cause right**: it names one cause or two, and none of them is right.
 - **messages**: alarms. **worth an ERROR**: the training failed, or its loss ended non-finite, or no lower than before
-  the fault, or it falls for ever. Their steps saved: those after the first ERROR, as a share of those after the first bad step; an ERROR
-  before the fault saves none.
+  the fault, or it falls for ever. Their steps saved: those after the first ERROR, as a share of those after the first
+  bad step; an ERROR before the fault saves none.
 - Every step is measured. In columns that say so, the default cadence decides, on a clock on which it measures the first
   ten steps, then about every n-th, and in between steps that look unusual; there, a delay of less than n steps counts
   as none.
@@ -183,7 +183,8 @@ def page_of(results: Sequence[dict[str, Any]]) -> str:
     ran = [case for case in CASES.values() if case.family in result["families"]]  # families are added before they run
     faulty = [case for case in ran if case.fault is not None]
     kept_out = "; ".join(
-        ", ".join(sorted(families & result["families"].keys())) for families in (KEPT_OUT_HEALTHY, KEPT_OUT_FAULTS)
+        ", ".join(sorted({case.family for case in ran if case.kept_out and (case.fault is None) is healthy}))
+        for healthy in (True, False)
     )
     lines = [
         _INTRODUCTION.format(
