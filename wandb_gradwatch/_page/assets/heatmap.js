@@ -105,6 +105,7 @@ class Heatmap extends Frame {
       for (let row = from; row < to; row++) {
         const base = order[row] * columns;
         for (let x = 0; x < width; x++) {
+          let winner = winners[x]; // kept here, because the inner loop takes the time
           for (let cell = base + begin[x]; cell < base + end[x]; cell++) {
             const raw = raws[cell];
             let code = CODE_INFINITE;
@@ -113,8 +114,9 @@ class Heatmap extends Frame {
               if (shown > CODE_ZERO) code = codes[cell] + shown - raw;
               else code = shown > CODE_MISSING || (raw === CODE_MISSING && isWhole[cell - base]) ? shown : -1;
             }
-            if (code > winners[x]) winners[x] = code;
+            if (code > winner) winner = code;
           }
+          winners[x] = winner;
         }
       }
       for (let x = 0; x < width; x++) if (winners[x] >= 0) pixels[y * width + x] = palette[winners[x]];

@@ -50,7 +50,9 @@ function drawLine(context, area, one, { range, xOf, yOf, joins, hasPoints = fals
   }
   if (before >= 0 && !isReached) points.push(before);
   context.stroke();
-  for (const place of points) context.fillRect(xOf(xs[place]) - size / 2, yOf(values[place]) - size / 2, size, size);
+  const corners = points.map((place) => [xOf(xs[place]) - size / 2, yOf(values[place]) - size / 2]);
+  const seen = new Map(corners.map(([x, y]) => [Math.round((2 * x) / size) + 1e5 * Math.round((2 * y) / size), [x, y]])); // one for each square of half its size
+  for (const [x, y] of seen.values()) context.fillRect(x, y, size, size);
   context.restore();
 }
 
