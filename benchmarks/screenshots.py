@@ -88,7 +88,7 @@ def shots(runs: list[Path], folder: Path) -> Iterator[Shot]:
             yield Shot("report", read, height=1500, preview="report")
             yield Shot("workspace", read, height=1250, preview="workspace")
     yield from in_all_looks("healthy", lambda: [trained(folder / "healthy.jsonl")])
-    yield from in_all_looks("bad-batch", lambda: [trained(folder / "bad-batch.jsonl", factor=40.0)])
+    yield from in_all_looks("bad-batch", lambda: [trained(folder / "bad-batch.jsonl", factor=8.0)])
     yield from in_all_looks("nan", lambda: [trained(folder / "nan.jsonl", factor=float("nan"))])
     yield from in_all_looks("layers", lambda: [many_layers()])
     yield from in_all_looks("runs", partial(sweep, folder))
@@ -111,7 +111,7 @@ def sweep(folder: Path) -> list[RunHistory]:
     return [trained(folder / f"rate-{rate:.2g}.jsonl", rate=float(rate)) for rate in np.logspace(-3.0, 1.0, 20)]
 
 
-def trained(file: Path, *, rate: float = 0.05, factor: float = 1.0) -> RunHistory:
+def trained(file: Path, *, rate: float = 0.01, factor: float = 1.0) -> RunHistory:
     """Train a small network to its end, and return the run; the batch at BAD_STEP is multiplied by `factor`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -119,7 +119,7 @@ def trained(file: Path, *, rate: float = 0.05, factor: float = 1.0) -> RunHistor
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
     teacher = torch.randn(16, 1)
     sink = JSONLSink(file, config={"lr": rate, "batch": 64})
-    with watch(model, sinks=[sink], log_every=10) as watcher:
+    with watch(model, sinks=[sink], sample_every=1, log_every=10) as watcher:
         for step in range(1, NUM_STEPS + 1):
             inputs = torch.randn(64, 16) * (factor if step == BAD_STEP else 1.0)
             loss = nn.functional.mse_loss(model(inputs), inputs @ teacher)
@@ -158,6 +158,7 @@ def picture_of(shot: Shot, page: Any) -> bytes:
         return drawn(page.pdf(format="A4", print_background=True))
     for canvas in page.locator(".frame canvas:not(.overlay):visible").all() if shot.height is None else ():
         canvas.scroll_into_view_if_needed()  # so that it is drawn
+    page.evaluate("scrollTo(0, 0)")  # where the toolbar lies above everything
     page.wait_for_timeout(200)
     return bytes(page.screenshot(full_page=shot.height is None))
 

@@ -193,7 +193,7 @@ def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
 
     The list of watched layers, which wandb_gradwatch writes, is ignored. What looks like a secret is hidden.
 
-    Example:
+    Examples:
         >>> differing_settings({"optimizer": {"lr": 0.1}, "seed": 1}, {"optimizer": {"lr": 0.3}, "seed": 1})
         {'optimizer.lr': [0.1, 0.3]}
     """
