@@ -215,6 +215,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
     if len(histories) > MAX_RUNS:
         raise ValueError(f"{len(histories)} runs are too many for one page; give at most {MAX_RUNS}")
     blob = Blob()
+    measured = [one.samples.steps for one in histories if len(one.samples.steps)]
     settings = differing_settings(*(one.config for one in histories))
     settings = {key: values for key, values in settings.items() if HIDDEN not in values}  # they would all look alike
     shown = sorted(settings, key=lambda key: -len({str(value) for value in settings[key]}))[:MAX_SETTINGS]
@@ -222,7 +223,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
         "run": {"id": f"{len(histories)}-runs", "name": f"{len(histories)} runs", "file": ""},
         "notes": [f"{history.name or history.run_id}: {note}" for history in histories for note in history.notes],
         "incidents": [],  # those of several runs would cover each other
-        "steps": sorted({step for one in histories for step in one.samples.steps[[0, -1]].tolist() if len(one.steps)}),
+        "steps": sorted({float(end) for steps in measured for end in steps[[0, -1]]}),
         "wandbSteps": None,
         "own": {"axes": [], "items": []},
         "grids": [{"key": "layer", "names": [], "columns": [[], []], "pooled": 1, "metrics": []}],
