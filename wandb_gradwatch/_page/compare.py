@@ -143,6 +143,8 @@ def _common_windows(first: IntArray, second: IntArray) -> IntArray:
 
 def _windows_of(history: RunHistory, names: list[str], steps: IntArray) -> FloatArray:
     """Return each layer's largest norm per window: [P, G]; NaN without a gradient, Inf if one is not finite."""
+    if not names or not len(steps):  # a run that has not logged a row
+        return np.empty((len(names), len(steps)))
     keys_of = (keys.LAYER_GRAD_NORM_MAX, keys.LAYER_GRAD_NORM)
     norms = np.stack([history.first_of(*(f"{key}/{name}" for key in keys_of)) for name in names])
     counts = np.stack([history.first_of(f"{keys.LAYER_NUM_NONFINITE}/{name}") for name in names])
