@@ -73,6 +73,10 @@ MEASURE: Final = """async (round) => {
     const place = { clientX: box.left + across * box.width, clientY: box.top + down * box.height, bubbles: true };
     node.dispatchEvent(new PointerEvent("pointermove", place));
   };
+  for (let before = NaN; scrollY !== before; ) { // a smooth scroll of the action before has ended
+    before = scrollY;
+    await new Promise((done) => setTimeout(() => requestAnimationFrame(done), 100));
+  }
   const start = performance.now();
   ACT
   await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); // the frame with it has been made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -214,6 +215,24 @@ def test_a_folder_of_runs_leaves_out_what_cannot_be_read(tmp_path: Path) -> None
     assert result.exit_code == 0
     assert "left out: " in " ".join(result.output.split())
     assert "<title>2 runs" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_run_without_rows_is_said_and_stands_beside_the_others(tmp_path: Path) -> None:
+    written(tmp_path / "a.jsonl", num_flushes=1)
+    JSONLSink(tmp_path / "b.jsonl").close()
+    result = run("view", str(tmp_path), "--output", str(tmp_path / "page.html"))
+    assert result.exit_code == 0
+    told = " ".join(result.output.split())
+    assert "The file has no rows yet" in told
+    assert "run.log()" not in told  # W&B's way
+    assert "<title>2 runs" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_verdict_of_a_folder_says_of_which_run_it_is(tmp_path: Path) -> None:
+    for number, name in enumerate(("old", "new")):
+        written(tmp_path / f"{name}.jsonl", num_flushes=1)
+        os.utime(tmp_path / f"{name}.jsonl", (number, number))
+    assert "holds 2 runs: this is the newest, new." in " ".join(run("verdict", str(tmp_path)).stderr.split())
 
 
 @pytest.mark.parametrize("command", [["view", "--output"], ["verdict"], ["diff"]])

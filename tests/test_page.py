@@ -383,7 +383,7 @@ def test_a_row_whose_record_is_cut_within_its_first_bytes_is_read(tmp_path: Path
     ("make", "message"),
     [
         (lambda path: path / "nowhere", "there is no file or directory"),
-        (lambda path: path, "holds no W&B run.*give the directory that wandb.init"),
+        (lambda path: path, "holds no run.*JSONLSink's.*give the directory that wandb.init"),
         (lambda path: _write(path / "train.log", b"epoch 1"), "is not a run: give a W&B run's .wandb file"),
         (lambda path: _write(path / "run-x.wandb", b"this is some other file"), "cannot be read as a W&B run.*header"),
     ],

@@ -38,7 +38,7 @@ def find_nonfinite(
 
     Cost: the host reads every operation's output, which takes seconds for a large model.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1)
         >>> finding = find_nonfinite(model, torch.zeros(1, 2), lambda output: (output * 0).log().sum())

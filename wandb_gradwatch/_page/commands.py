@@ -104,6 +104,8 @@ def _notes(history: RunHistory) -> Iterator[str]:
     yield from history.notes
     if not len(history.steps) and history.num_rows:
         yield "The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init()."
+    elif not len(history.steps) and history.path.suffix == ".jsonl":
+        yield "The file has no rows yet: the first one is written when the training has made log_every steps, or ends."
     elif not len(history.steps):
         yield (
             "The run has no rows yet. Rows of gradients are queued until the script calls run.log(), or the run ends; "
@@ -142,12 +144,15 @@ def run_verdict(path: Path, *, json: bool) -> int:
         The exit status: 0 no alert above INFO, 1 a WARN, 2 an ERROR, 3 nothing was measured, or the run cannot be read.
     """
     try:
-        history = read.read_run(path)
+        files = read.find_run_files(path)
+        history = read.read_run(files[0])
     except (ValueError, OSError) as error:
         verdict = Verdict("unknown", visible_text(str(error)), num_steps=0, num_measured=0)
         say(f"Error: {error}", err=True)
     else:
         verdict = history.verdict
+        if len(files) > 1:
+            paragraph(f"{path} holds {len(files)} runs: this is the newest, {history.run_id}.", indent=0, err=True)
         for note in _notes(history):
             paragraph(note, indent=0, err=True)
         if not json:

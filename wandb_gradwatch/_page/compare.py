@@ -143,6 +143,8 @@ def _common_windows(first: IntArray, second: IntArray) -> IntArray:
 
 def _windows_of(history: RunHistory, names: list[str], steps: IntArray) -> FloatArray:
     """Return each layer's largest norm per window: [P, G]; NaN without a gradient, Inf if one is not finite."""
+    if not names or not len(steps):  # a run that has not logged a row
+        return np.empty((len(names), len(steps)))
     keys_of = (keys.LAYER_GRAD_NORM_MAX, keys.LAYER_GRAD_NORM)
     norms = np.stack([history.first_of(*(f"{key}/{name}" for key in keys_of)) for name in names])
     counts = np.stack([history.first_of(f"{keys.LAYER_NUM_NONFINITE}/{name}") for name in names])
@@ -193,7 +195,7 @@ def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
 
     The list of watched layers, which wandb_gradwatch writes, is ignored. What looks like a secret is hidden.
 
-    Example:
+    Examples:
         >>> differing_settings({"optimizer": {"lr": 0.1}, "seed": 1}, {"optimizer": {"lr": 0.3}, "seed": 1})
         {'optimizer.lr': [0.1, 0.3]}
     """
@@ -215,6 +217,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
     if len(histories) > MAX_RUNS:
         raise ValueError(f"{len(histories)} runs are too many for one page; give at most {MAX_RUNS}")
     blob = Blob()
+    measured = [one.samples.steps for one in histories if len(one.samples.steps)]
     settings = differing_settings(*(one.config for one in histories))
     settings = {key: values for key, values in settings.items() if HIDDEN not in values}  # they would all look alike
     shown = sorted(settings, key=lambda key: -len({str(value) for value in settings[key]}))[:MAX_SETTINGS]
@@ -222,7 +225,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
         "run": {"id": f"{len(histories)}-runs", "name": f"{len(histories)} runs", "file": ""},
         "notes": [f"{history.name or history.run_id}: {note}" for history in histories for note in history.notes],
         "incidents": [],  # those of several runs would cover each other
-        "steps": sorted({step for one in histories for step in one.samples.steps[[0, -1]].tolist() if len(one.steps)}),
+        "steps": sorted({float(end) for steps in measured for end in steps[[0, -1]]}),
         "wandbSteps": None,
         "own": {"axes": [], "items": []},
         "grids": [{"key": "layer", "names": [], "columns": [[], []], "pooled": 1, "metrics": []}],

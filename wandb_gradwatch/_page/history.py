@@ -238,7 +238,7 @@ def recorded_rows(table: RecordedTable) -> Iterator[dict[str, Any]]:
 def intervals(first_N: IntArray, last_N: IntArray) -> tuple[IntArray, IntArray]:
     """Join intervals of whole numbers that touch or overlap, and return them ascending.
 
-    Example:
+    Examples:
         >>> [part.tolist() for part in intervals(np.array([7, 1, 2, 9]), np.array([7, 1, 4, 9]))]
         [[1, 7, 9], [4, 7, 9]]
     """

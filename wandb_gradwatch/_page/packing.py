@@ -229,7 +229,7 @@ def thinned_samples(samples: Samples, most: int) -> Samples:
 def with_zeros(logged: Sequence[float], norms: Sequence[float]) -> FloatArray:
     """Add the zeros that rows leave out to a series of keys.ONCE_NOT_ZERO: those in rows with the layer's norm.
 
-    Example:
+    Examples:
         >>> with_zeros([math.nan, math.nan, 0.5], [1.0, math.nan, 2.0, 3.0]).tolist()
         [0.0, nan, 0.5, 0.0]
     """
@@ -372,7 +372,7 @@ class HistogramCollector:
 def counts_of(runs: list[object]) -> npt.NDArray[np.float32] | None:
     """Return the counts [B] that an entry of keys.HISTOGRAMS lists; None if it cannot be one.
 
-    Example:
+    Examples:
         >>> counts = counts_of([-127, 5, 2])
         >>> counts[126:130].tolist()
         [0.0, 5.0, 2.0, 0.0]

@@ -227,7 +227,7 @@ def by_role(key: str) -> tuple[int, list[tuple[int, int, str]]]:
 def own_role(key: str) -> str:
     """Guess the role of a user's scalar from its name: "loss", "rate" (a learning rate) or "".
 
-    Example:
+    Examples:
         >>> own_role("train/loss"), own_role("lr-AdamW"), own_role("accuracy")
         ('loss', 'rate', '')
     """
@@ -254,7 +254,7 @@ def wandb_steps(history: RunHistory) -> dict[str, list[float]] | None:
 def knots(steps: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray] | None:
     """Return the first step of every value of an axis, and the values, both ascending; None for fewer than two.
 
-    Example:
+    Examples:
         Epochs are interpolated between the steps at which they begin.
 
         >>> [part.tolist() for part in knots(np.array([10.0, 20, 30, 40]), np.array([0.0, 0, 1, 1]))]

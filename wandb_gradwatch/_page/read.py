@@ -89,8 +89,8 @@ def find_run_files(path: Path) -> list[Path]:
         if files := [file for file in found if file.suffix == ".wandb" or is_jsonl(file)]:
             return sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)
     raise ValueError(
-        f"{path} holds no W&B run: there is no .wandb file in it, nor in a wandb/ directory below it; "
-        "give the directory that wandb.init() or the end of the run printed"
+        f"{path} holds no run: there is no .wandb file in it, nor in a wandb/ directory below it, and no JSONLSink's "
+        "file; give the directory that wandb.init() or the end of the run printed, or a file"
     )
 
 

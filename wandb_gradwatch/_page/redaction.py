@@ -38,7 +38,7 @@ def redacted(key: str, value: Any) -> Any:
         key: the name of the setting, nested ones joined by dots.
         value: what JSON can express.
 
-    Example:
+    Examples:
         >>> redacted("wandb_api_key", "3f2a"), redacted("model.num_tokens", 2048), redacted("tokenizer", "gpt2")
         ('(hidden: looks like a secret)', 2048, 'gpt2')
         >>> redacted("database", "postgres://me:hunter2@host/runs")

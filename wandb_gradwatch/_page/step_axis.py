@@ -16,7 +16,7 @@ def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray
     used. Otherwise steps are interpolated between rows, and extrapolated at both ends. With K = 1 one optimizer step
     per W&B step is assumed, from 0 on if possible.
 
-    Example:
+    Examples:
         The user logs a row at every step, counted from 0, and samples 10 and 18 were logged at W&B steps 9 and 19.
         W&B step 150 is then optimizer step 151.
 

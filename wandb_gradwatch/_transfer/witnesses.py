@@ -38,7 +38,7 @@ class Compared(NamedTuple):
 def facts_of(sums_6P: FloatArray, num_P: FloatArray) -> FloatArray:
     """Return grad_cosine, weight_change and weight_moved from arrived sums: [P, 3]; NaN is missing.
 
-    Example:
+    Examples:
         >>> sums = np.array([[3.0], [9.0], [4.0], [1.0], [4.0], [2.0]])
         >>> facts_of(sums, np.array([8.0])).tolist()
         [[0.5, 0.5, 0.25]]

@@ -327,7 +327,7 @@ def log_attention(
 class MonitorMixin:
     """Adds the functions `log_tensor` and `log_attention` as methods to a module, for tensors inside its forward.
 
-    Example:
+    Examples:
         class SelfAttention(MonitorMixin, nn.Module):
             def forward(self, x):
                 q, k, v = self.heads(self.qkv(x))               # [batch, head, position, feature] each

@@ -158,7 +158,7 @@ class FunctionRule(Remembers):
 def rule(*, title: str, level: Level = "WARN") -> Callable[[RuleFunction], FunctionRule]:
     """Return a decorator that makes a rule of a function from a snapshot of one sample to a text, an Alert or None.
 
-    Example:
+    Examples:
         >>> import torch, wandb_gradwatch
         >>> @rule(title="Weight too large", level="WARN")
         ... def weight_too_large(snapshot):

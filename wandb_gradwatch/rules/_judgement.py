@@ -18,7 +18,7 @@ class Judgement:
     Raises:
         ValueError: one of them does not exist.
 
-    Example:
+    Examples:
         >>> from wandb_gradwatch.rules import Judgement
         >>> Judgement(without=["initial_weights"]).without
         ('initial_weights',)

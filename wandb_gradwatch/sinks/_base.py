@@ -72,7 +72,7 @@ class MemorySink(Sink):
     Raises:
         ValueError: max_snapshots is not an integer of at least 1.
 
-    Example:
+    Examples:
         >>> import torch, wandb_gradwatch
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -306,7 +306,7 @@ class HistoryRow:
 def counted_histogram(key: str, histogram: MetricHistogram) -> list[Any]:
     """A histogram's entry in the list of keys.HISTOGRAMS.
 
-    Example:
+    Examples:
         Two elements of -1 (in bin 31 of 257), three of 0 and one of 1.5.
 
         >>> from wandb_gradwatch._measure.columns import bins_of

@@ -34,7 +34,7 @@ class JSONLSink(Sink):
         ValueError: the name does not end in .jsonl, or the file is there and another one.
         OSError: the file cannot be opened.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, wandb_gradwatch
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

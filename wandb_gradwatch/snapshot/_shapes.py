@@ -29,7 +29,7 @@ def group_function(group_by: GroupBy) -> Callable[[str], str]:
     Raises:
         ValueError: `group_by` is neither "parameter", "module" nor callable.
 
-    Example:
+    Examples:
         >>> group_function("module")("blocks.0.attn.weight")
         'blocks.0.attn'
     """

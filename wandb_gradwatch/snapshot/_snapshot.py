@@ -111,7 +111,7 @@ class Snapshot:
         Raises:
             ValueError: there is no sample of this step.
 
-        Example:
+        Examples:
             >>> from wandb_gradwatch.snapshot import Snapshot
             >>> from wandb_gradwatch._measure.columns import NUM_COLUMNS, Column
             >>> rows = np.zeros((1, 1, NUM_COLUMNS))

@@ -234,7 +234,7 @@ def is_count(key: str) -> bool:
 def is_loss(key: str) -> bool:
     """Whether this is our key of the loss, in any namespace.
 
-    Example:
+    Examples:
         >>> is_loss("gradwatch/loss"), is_loss("gradwatch/model1/loss"), is_loss("gradwatch/grad_norm_total/loss")
         (True, True, False)
     """
@@ -251,7 +251,7 @@ def in_key(name: str) -> str:
 def layer_keys(family: str, names: tuple[str, ...]) -> tuple[str, ...]:
     """The keys of one family, one for each layer.
 
-    Example:
+    Examples:
         >>> layer_keys(LAYER_GRAD_NORM, ("blocks.0.fc.weight",))
         ('grad_norm/blocks/0/fc/weight',)
     """
@@ -261,7 +261,7 @@ def layer_keys(family: str, names: tuple[str, ...]) -> tuple[str, ...]:
 def in_namespace(key: str, namespace: str) -> str:
     """Insert a namespace ("": none) into a model-wide key. The step's key and the keys of layers stay as they are.
 
-    Example:
+    Examples:
         >>> in_namespace("gradwatch/grad_norm", "model1")
         'gradwatch/model1/grad_norm'
     """
@@ -274,7 +274,7 @@ def in_namespace(key: str, namespace: str) -> str:
 def split_metric(key: str) -> tuple[str, str, str] | None:
     """Split a key of watch(metrics=...) into family, name and metric; None for any other key.
 
-    Example:
+    Examples:
         >>> split_metric("activation/blocks/0/std")
         ('activation', 'blocks/0', 'std')
     """
@@ -306,7 +306,7 @@ def split_histogram(key: str) -> tuple[str, str] | None:
 def holds_histograms(key: str) -> bool:
     """Whether this is HISTOGRAMS, or a list that continues it, in any namespace.
 
-    Example:
+    Examples:
         >>> holds_histograms("gradwatch/histograms"), holds_histograms("gradwatch/model1/histograms/1")
         (True, True)
     """
@@ -317,7 +317,7 @@ def holds_histograms(key: str) -> bool:
 def is_ours(key: str) -> bool:
     """Whether this package writes the scalar key, in any namespace.
 
-    Example:
+    Examples:
         >>> is_ours("gradwatch/model1/grad_norm"), is_ours("grad_std/0/weight"), is_ours("train/loss")
         (True, True, False)
     """
@@ -331,7 +331,7 @@ def is_in_summary(key: str) -> bool:
     The summary is the user's: of our keys it keeps the step, two norms, the table of the flight recorder, through which
     the W&B report finds it, and metrics whose names the user or a framework has chosen.
 
-    Example:
+    Examples:
         >>> is_in_summary("gradwatch/model1/grad_norm"), is_in_summary("gradwatch/dead_ratio")
         (True, False)
     """

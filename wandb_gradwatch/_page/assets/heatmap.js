@@ -53,23 +53,19 @@ class Heatmap extends Frame {
   }
 
   draw() {
-    this.prepare();
-    super.draw();
-  }
-
-  prepare() {
     this.matrix = this.grid.matrix();
     this.painted = this.grid.painted();
     const { painted } = this;
     painted.scale ??= colourScale(painted);
     this.palette = paletteOf(painted, painted.scale);
     drawScale(this.legend, painted.scale);
+    super.draw();
   }
 
   layout(width) {
     const longest = Math.max(8, ...this.order.slice(0, 2000).map((name) => this.grid.names[name].length));
     const height = clamp(Math.round(this.order.length * 13), 150, isPrinting() ? 380 : width < 600 ? 460 : 720) + 46;
-    return { height, left: Math.round(Math.min(longest * 6.7 + 14, width * 0.3, 230)) };
+    return { height, left: Math.round(Math.min(longest * 6.7 + 14, clamp(width * 0.3, 150, 230))) };
   }
 
   // For each pixel across: the columns [from, to) of which it shows samples, the largest code of these samples, and
@@ -105,6 +101,7 @@ class Heatmap extends Frame {
       for (let row = from; row < to; row++) {
         const base = order[row] * columns;
         for (let x = 0; x < width; x++) {
+          let winner = winners[x]; // kept here, because the inner loop takes the time
           for (let cell = base + begin[x]; cell < base + end[x]; cell++) {
             const raw = raws[cell];
             let code = CODE_INFINITE;
@@ -113,8 +110,9 @@ class Heatmap extends Frame {
               if (shown > CODE_ZERO) code = codes[cell] + shown - raw;
               else code = shown > CODE_MISSING || (raw === CODE_MISSING && isWhole[cell - base]) ? shown : -1;
             }
-            if (code > winners[x]) winners[x] = code;
+            if (code > winner) winner = code;
           }
+          winners[x] = winner;
         }
       }
       for (let x = 0; x < width; x++) if (winners[x] >= 0) pixels[y * width + x] = palette[winners[x]];

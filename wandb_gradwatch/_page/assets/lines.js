@@ -50,7 +50,9 @@ function drawLine(context, area, one, { range, xOf, yOf, joins, hasPoints = fals
   }
   if (before >= 0 && !isReached) points.push(before);
   context.stroke();
-  for (const place of points) context.fillRect(xOf(xs[place]) - size / 2, yOf(values[place]) - size / 2, size, size);
+  const corners = points.map((place) => [xOf(xs[place]) - size / 2, yOf(values[place]) - size / 2]);
+  const seen = new Map(corners.map(([x, y]) => [Math.round((2 * x) / size) + 1e5 * Math.round((2 * y) / size), [x, y]])); // one for each square of half its size
+  for (const [x, y] of seen.values()) context.fillRect(x, y, size, size);
   context.restore();
 }
 
@@ -60,13 +62,15 @@ function drawNonFinite(context, { left, top, width, height }, { xs, values, bad 
   const middle = (place, other) => (bad ? xs[place] + (other - place) / 2 : (xs[place] + (xs[other] ?? xs[place])) / 2);
   const edge = (place, other) => clamp(xOf(middle(place, other)), left, left + width);
   context.fillStyle = colour("nonfinite");
+  let painted = left; // the end of the band before: two on each other would be darker
   for (let place = from; place < to; place++) {
     if (bad ? !(bad[place] > 0) : values[place] == null || Number.isFinite(values[place])) continue; // null: missing
-    const [start, end] = [edge(place, place - 1), edge(place, place + 1)];
-    if (end <= left || start >= left + width) continue;
+    const [start, end] = [Math.max(edge(place, place - 1), painted), edge(place, place + 1)];
+    if (end <= painted || start >= left + width) continue;
+    painted = Math.max(end, start + 2);
     for (const [alpha, down] of [[0.2, height], [1, 5]]) {
       context.globalAlpha = alpha;
-      context.fillRect(start, top + height - down, Math.max(end - start, 2), down);
+      context.fillRect(start, top + height - down, painted - start, down);
     }
   }
 }

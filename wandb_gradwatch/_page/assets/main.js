@@ -38,7 +38,7 @@ function numbers() {
   const nonFinite = sum("num_nan") + sum("num_inf");
   return [
     nonFinite ? `${formatNumber(nonFinite)} NaN or Inf` : null,
-    has("clip_ratio") ? `${formatShare(sum("clip_ratio") / known("clip_ratio").length)} of the steps clipped, on average` : null,
+    sum("clip_ratio") ? `${formatShare(sum("clip_ratio") / known("clip_ratio").length)} of the steps clipped, on average` : null,
     sum("num_skipped_steps") ? `${plural(sum("num_skipped_steps"), "step")} skipped by the loss scaler` : null,
     sum("num_guarded_steps") ? `${plural(sum("num_guarded_steps"), "step")} withheld by the guard` : null,
     has("overhead_ratio") ? `overhead ${formatShare(known("overhead_ratio").at(-1))}` : null,

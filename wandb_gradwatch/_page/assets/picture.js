@@ -86,7 +86,7 @@ class Picture {
     this.width = Math.floor(node.clientWidth);
     pictures.set(node, this);
     for (const observer of [nearness, widths]) observer.observe(node);
-    for (const what of ["range", "theme"]) on(what, () => this.outdate(what));
+    for (const what of ["range", "theme"]) on(what, () => this.outdate());
     on("step", (source) => source === this || this.followStep());
     if (this.width) this.draw(); // otherwise it is folded
   }
@@ -95,7 +95,7 @@ class Picture {
     const width = Math.floor(found);
     if (width === 0 || width === this.width) return; // 0: hidden
     this.width = width;
-    this.outdate("width");
+    this.outdate();
   }
 
   outdate() {

@@ -77,9 +77,7 @@ function setRange(low, high) {
   announce("range");
 }
 
-function resetRange() {
-  setRange(...FULL_RANGE);
-}
+const resetRange = () => setRange(...FULL_RANGE);
 
 const isZoomed = () => view.range[0] !== FULL_RANGE[0] || view.range[1] !== FULL_RANGE[1];
 
