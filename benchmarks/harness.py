@@ -211,10 +211,13 @@ def measure_task(
                 continue
             say(f"{task.name}: {monitor.name}")
             measured = _measure(task, device, (run, twins_run), monitor, pairs, step_ms or 0.0)
-            cost = _cost(monitor, measured, _cycle(task, monitor) / monitor.every)
-            _add_traffic(bench, monitor, cost)
-            result.costs[monitor.name] = cost
+            result.costs[monitor.name] = _cost(monitor, measured, _cycle(task, monitor) / monitor.every)
             yield result
+        say(f"{task.name}: what is sent")
+        for monitor in monitors:  # at the end: W&B's own watch() logs to the newest run, and the others must be over
+            if monitor.name in result.costs:
+                _add_traffic(bench, monitor, result.costs[monitor.name])
+                yield result
 
 
 def _cycle(task: Task, monitor: Monitor) -> int:
@@ -363,7 +366,7 @@ def _pass_ms(bench: Bench) -> float:
 def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
     """Run a few steps in a separate run; its file afterwards holds what W&B would receive."""
     steps = _TRAFFIC_STEPS
-    with offline_run("create_new") as run:
+    with offline_run() as run:
         bench.run = run
         for _ in range(WARM_UP):
             bench.step(Attached())

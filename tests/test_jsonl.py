@@ -71,6 +71,20 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert history.flight_recorder.rows == [[9, "a", 2.5], [9, "b", "Infinity"]]
 
 
+def test_a_loss_that_is_not_finite_is_a_value_and_not_a_missing_one(tmp_path: Path) -> None:
+    sink = JSONLSink(tmp_path / "run.jsonl")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watch(model, sinks=[sink], sample_every=1, rules=[]):
+        for factor in (1.0, math.nan):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 2)).sum() * factor).backward()
+            optimizer.step()
+    loss = read_run(tmp_path / "run.jsonl").own["loss"]
+    assert loss.steps.tolist() == [1, 2]
+    assert np.isnan(loss.values).tolist() == [False, True]
+
+
 def test_every_line_is_strict_json(tmp_path: Path) -> None:
     written(tmp_path / "run.jsonl")
 

@@ -138,6 +138,11 @@ _CAUSES: Final = (
         f"add an epsilon inside sqrt, log and divisions; {_TRACE}", _BREAKS, lambda e: e.inputs_are_bad,
     ),
     Cause(
+        "unseen", "something in steps that were not measured", "Look at their batches and their learning rate",
+        "look at the batches and the learning rate of the steps before this one that were not measured; "
+        "watch(model, sample_every=1) measures every step", _BREAKS,
+    ),
+    Cause(
         "loss_or_labels", "a loss that is not finite", "Look at the loss and the labels of this step",
         f"look at the loss, its inputs and the labels of this step (log 0, 0/0, exp); {_TRACE}", _BREAKS,
         lambda e: e.loss_is_good,

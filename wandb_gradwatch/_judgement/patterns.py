@@ -227,9 +227,8 @@ _PATTERNS: Final = (
         lambda e: f"the learning rate has risen {times(e.f.rate_climb)}",
     ),
     Pattern(
-        "invalid_operation", "N", lambda e: e.is_broken and e.f.gap > 1,
-        lambda e: "parameters became NaN in steps that were not measured, after ordinary ones",
-        "learning_rate_too_high",
+        "unseen", "N", lambda e: e.is_broken and e.f.gap > 1,
+        lambda e: f"the parameters were finite {e.f.gap:.0f} steps before, and are not any more",
     ),
     Pattern(
         "wrong_sign", "ENLG", lambda e: e.f.loss_of_first < -5 and e.f.loss <= e.run.loss_least,

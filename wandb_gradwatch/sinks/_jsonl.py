@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+import numpy as np
+
 from .._judgement.incident import LEVELS
 from .._judgement.verdict import Verdict, incidents_within
 from ..rules import Alert
@@ -112,8 +114,14 @@ class JSONLSink(Sink):
 
 
 def _known(snapshot: Snapshot, key: str) -> list[list[float]]:
-    values = zip(snapshot.steps.tolist(), snapshot.metrics[key].tolist(), strict=True)
-    return [[step, value] for step, value in values if not math.isnan(value)]
+    """Steps and values where there is one. A loss that is not finite is a value, NaN, and not a missing one."""
+    values_S = snapshot.metrics[key]
+    known_S = ~np.isnan(values_S)
+    if key == keys.LOSS:
+        known_S |= snapshot.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(len(snapshot))) > 0
+    return [
+        [step, value] for step, value in zip(snapshot.steps[known_S].tolist(), values_S[known_S].tolist(), strict=True)
+    ]
 
 
 def _finite(value: Any) -> Any:
