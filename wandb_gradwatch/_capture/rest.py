@@ -5,7 +5,6 @@ from typing import Final
 
 from torch.optim import Optimizer
 
-from .._boundary import entry_point
 from .._runtime.autograd import num_nodes_made
 from .._runtime.backwards import BACKWARDS
 from .._runtime.error_boundary import contained
@@ -100,6 +99,7 @@ class Rest(StepCounter):
         self._made_last = self._leaders  # keys of the optimizers of the last sample; others may still join it
         self._stepped: frozenset[int] = frozenset()
         self._under_way: tuple[int, ScaledSteps] | None = None
+        self._stepping = 0  # the id of the optimizer under way
         self._num_stray, self._stray_step = 0, -1
         self._switch(on=True)
 
@@ -132,7 +132,6 @@ class Rest(StepCounter):
             # A forward has run since the last counted step, and perhaps a backward without any hook.
             self._sample.fresh.mark_present(entries)
 
-    @entry_point(lambda: False)
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step. Returns whether the rest goes on: the step is counted, or part of one."""
         if not self.is_on or (not self._is_only_one and get_ident() != self._thread):
@@ -141,15 +140,14 @@ class Rest(StepCounter):
             self._num_stray = self._num_stray + 1 if self._stray_step == self._clock.step else 1
             self._stray_step = self._clock.step
             return self._under_way is not None and self._num_stray < _STRAY and get_ident() == self._thread
-        self._under_way = maker
+        self._under_way, self._stepping = maker, id(optimizer)
         if maker[1].scaler is not None:
             maker[1].begin()
         return True
 
-    @entry_point(lambda: False)
     def ends(self, optimizer: Optimizer) -> bool:
         maker = self._under_way
-        if maker is None or self._makers.get(optimizer) is not maker:
+        if maker is None or id(optimizer) != self._stepping:
             return False
         self._under_way, self._parts.last_node = None, num_nodes_made()
         maker[1].is_scalers = False
@@ -158,7 +156,7 @@ class Rest(StepCounter):
 
     def skips(self, optimizer: Optimizer) -> bool:
         """A scaler has skipped the step of an optimizer. Returns whether the rest is over."""
-        self._under_way = self._makers.get(optimizer)
+        self._under_way, self._stepping = self._makers.get(optimizer), id(optimizer)
         return self.ends(optimizer)
 
     def _completes(self, key: int) -> int:

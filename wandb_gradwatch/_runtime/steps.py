@@ -165,8 +165,12 @@ class StepHooks(Listeners):
             return None
         listeners: list[Listener] = []
         for listener, counter in self._counters:
-            if counter is not None and counter.begins(optimizer):
-                continue
+            if counter is not None:
+                try:  # not an entry point: a call more per step costs more than all that it does
+                    if counter.begins(optimizer):
+                        continue
+                except Exception as error:
+                    listener._boundary.caught(error)
             if listener.follows(optimizer):
                 listener.end_counting(before_step=True)
                 listeners.append(listener)
@@ -204,8 +208,11 @@ class StepHooks(Listeners):
         if GRAPH_REPLAYS.is_capturing:
             return
         for listener, counter in self._counters:
-            if counter is not None and counter.ends(optimizer):
-                listener.end_counting()
+            try:
+                if counter is not None and counter.ends(optimizer):
+                    listener.end_counting()
+            except Exception as error:
+                listener._boundary.caught(error)
         if not self._under_way:
             return
         steps = self._stack.steps
