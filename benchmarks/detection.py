@@ -176,7 +176,8 @@ def render(cadences: dict[str, dict[str, Any]], faults: list[Fault], machine: di
 Made by `python -m benchmarks.detection --steps {faults[-1].last}` on {day} on {machine["device"]}, {machine["cores"]}
 cores, torch {machine["versions"]["torch"]}, commit {machine["commit"]}.
 
-A tiny MLP that learns, {faults[-1].last:,} steps, {len(faults)} faults at random steps: {"; ".join(kind.name for kind in KINDS)}.
+A tiny MLP that learns, {faults[-1].last:,} steps, {len(faults)} faults at random steps:
+{"; ".join(kind.name for kind in KINDS)}.
 The table shows how many faults are reported, and how many steps after the first bad step: the median and the
 largest number. "Measures one in" is the average number of steps per measured step; the share of the time is
 `gradwatch/overhead_ratio`. One second of monitoring is allowed in addition at the start of a run, so that the
