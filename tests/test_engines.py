@@ -58,7 +58,9 @@ def test_what_is_measured_is_what_one_process_with_all_batches_has(name):
     check(every_rank)
     for found in every_rank:
         assert found["said"] == []
-        assert found["rank of NaN"]
+        assert found["rank of NaN"] == (
+            "FSDP2" not in name
+        )  # which averages: the rank that holds it need not have made it
         assert found["layer of NaN"]
 
 

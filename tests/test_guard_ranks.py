@@ -61,8 +61,8 @@ def test_the_norm_that_is_judged_is_that_of_the_whole_model(results, case):
         assert first[0] == pytest.approx(math.sqrt((whole[0] ** 2).sum()), rel=1e-6)
 
 
-def test_the_incident_of_a_rank_with_broken_gradients_has_its_number(results):
-    assert results[2 * len(KINDS)][0] == [1]  # three bad steps of one rank are one incident
+def test_three_bad_steps_are_one_incident_and_no_rank_is_blamed_for_an_average(results):
+    assert results[2 * len(KINDS)][0] == [None]
 
 
 @pytest.mark.parametrize("optimizer", range(len(OPTIMIZERS)), ids=OPTIMIZERS)

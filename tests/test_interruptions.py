@@ -167,6 +167,7 @@ def interrupted_at_call(number: int, run: Callable[[], object]) -> bool:
             if calls == number:
                 raise KeyboardInterrupt
 
+    gc.disable()  # in the callbacks of what it frees, Python swallows Ctrl-C
     sys.setprofile(count)
     try:
         run()
@@ -174,6 +175,7 @@ def interrupted_at_call(number: int, run: Callable[[], object]) -> bool:
         pass
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls >= number
 
 

@@ -143,7 +143,7 @@ def around(
 
 
 class Replacement:
-    """A function of others, an attribute of a module, a class or an object, replaced by a wrapper `around` it.
+    """A function of others, an attribute of a module, a class or an object, to be replaced by a wrapper `around` it.
 
     Others may replace it too, before or after, and undo that in any order: what they have put around the wrapper stays
     when it is undone, and the wrapper in there does nothing from then on.
@@ -168,7 +168,10 @@ class Replacement:
         function = getattr(owner, name)
         wrapper = around(function, before=before, after=after, at_exit=at_exit, replacement=self)
         self._wrapper = functools.wraps(function)(finish(wrapper))
-        setattr(owner, name, self._wrapper)
+
+    def install(self) -> None:
+        """Put the wrapper in place. Record the replacement before, because Ctrl-C may come between any two calls."""
+        setattr(self._owner, self._name, self._wrapper)
 
     @property
     def is_outermost(self) -> bool:

@@ -65,4 +65,4 @@ KNOWN_CAUSES: Final = frozenset(
 def named(alert: Alert) -> tuple[str, ...]:
     """Return the identifiers of the cause and of its rival; a cause that is left open is left out."""
     found = alert.incident
-    return () if found is None else tuple(cause for cause in (found.cause, found.rival) if cause)
+    return () if found is None else tuple(one for one in (found.cause, found.rival) if one and one != "unseen")

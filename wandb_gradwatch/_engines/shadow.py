@@ -97,12 +97,15 @@ class Shadow:
     def detach(self) -> None:
         """Give the engine its own functions back. Idempotent."""
         self._observer = None
-        while self._replaced:
-            self._replaced.pop().undo()
+        for one in self._replaced:
+            one.undo()
+        self._replaced = []
 
     def _replace(self, function: Function, before: Callable[[Any, Call], None]) -> None:
         called = getattr(function.owner, function.name)
-        self._replaced.append(Replacement(function.owner, function.name, before=partial(before, called)))
+        one = Replacement(function.owner, function.name, before=partial(before, called))
+        self._replaced.append(one)
+        one.install()
 
     @entry_point()
     def _backward_begins(self, _: Any, call: Call) -> None:

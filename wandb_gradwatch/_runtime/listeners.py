@@ -158,11 +158,14 @@ class Listeners:
             if known is None or not known.is_outermost:
                 if known is not None:
                     known.undo()
-                self._replaced[owner, name] = self._replacement(owner, name, entry_points)
+                one = self._replaced[owner, name] = self._replacement(owner, name, entry_points)
+                one.install()
 
     def _replacement(self, owner: Any, name: str, entry_points: EntryPoints) -> Replacement:
         return Replacement(owner, name, **entry_points)
 
     def _uninstall(self) -> None:
         while self._replaced:  # a garbage collection in here may unsubscribe a listener, and empty it
-            self._replaced.popitem()[1].undo()
+            place, one = next(iter(self._replaced.items()))
+            one.undo()
+            self._replaced.pop(place, None)

@@ -148,7 +148,9 @@ class StepHooks(Listeners):
 
     def _uninstall(self) -> None:
         while self._inherited:
-            self._inherited.popitem()[1].undo()
+            base, one = next(iter(self._inherited.items()))
+            one.undo()
+            self._inherited.pop(base, None)
         # Running steps must be ended. Also, torch iterates over its global hooks while any thread steps, and raises if
         # the hooks change meanwhile. If other hooks exist, ours therefore stay, doing nothing, until a later call.
         are_alone = len(_global_optimizer_pre_hooks) == len(_global_optimizer_post_hooks) == 1
@@ -227,7 +229,8 @@ class StepHooks(Listeners):
     def _wrap_inherited_steps(self, cls: type[Optimizer]) -> None:
         for base, function in _inherited_steps(cls):
             if base not in self._inherited:
-                self._inherited[base] = Replacement(base, "step", before=partial(self._delegates, function))
+                one = self._inherited[base] = Replacement(base, "step", before=partial(self._delegates, function))
+                one.install()
 
     @entry_point()
     def _delegates(self, function: FunctionType, call: Call) -> None:
