@@ -18,6 +18,7 @@ that wait but are not listed below, and the time that anything takes.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -68,6 +69,10 @@ class _Copy:
     done: Callable[[], None]
 
 
+class _Thread(threading.local):
+    device: torch.device = CUDA  # the current one
+
+
 @dataclass
 class _Machine:
     mode: str = "default"
@@ -75,7 +80,6 @@ class _Machine:
     pending: list[_Copy] = field(default_factory=list)
     num_questions: int = 0  # number of Event.query() calls
     num_pinned: int = 0  # number of allocations of pinned memory
-    current: torch.device = CUDA
     is_capturing: bool = False
 
     def wait(self, what: str) -> None:
@@ -97,6 +101,7 @@ class _Machine:
 
 
 GPU: Final = _Machine()
+THREAD: Final = _Thread()
 
 
 class _Underneath(TorchDispatchMode):
@@ -210,7 +215,7 @@ def _queue(name: str, arguments: list[Tensor], results: list[Tensor]) -> None:
 def _known_device(device: Any) -> torch.device:
     """Return the device, which for plain "cuda" is the current one."""
     device = torch.device(device)
-    return GPU.current if device.type == "cuda" and device.index is None else device
+    return THREAD.device if device.type == "cuda" and device.index is None else device
 
 
 def _check_index(index: Any) -> None:
@@ -394,7 +399,7 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         self._behind, self._questions, self._recorded = len(GPU.pending), 0, True
-        stream = stream or STREAMS.current(GPU.current.index)
+        stream = stream or STREAMS.current(THREAD.device.index)
         device = getattr(self, "_device", stream.device)
         assert device == stream.device, f"an event of {device} is recorded on {stream.device}"
         self._device, self.progress = stream.device, stream.progress()
@@ -446,11 +451,11 @@ def _captured(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _device_made_current(device: Any) -> Iterator[None]:
-    before, GPU.current = GPU.current, _known_device(device)
+    before, THREAD.device = THREAD.device, _known_device(device)
     try:
         yield
     finally:
-        GPU.current = before
+        THREAD.device = before
 
 
 def _current_stream(device: Any = None) -> Stream:
@@ -487,9 +492,9 @@ def _in_the_interpreter(original: Any) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Pretend)]
         for tensor in tensors:
-            assert tensor.device == GPU.current, f"a kernel is launched on {GPU.current}, and reads {tensor.device}"
+            assert tensor.device == THREAD.device, f"a kernel is launched on {THREAD.device}, and reads {tensor.device}"
         if tensors:
-            STREAMS.touch(GPU.current, [], tensors, "a kernel")
+            STREAMS.touch(THREAD.device, [], tensors, "a kernel")
         args, kwargs = tree_map_only(Pretend, _plain, (args, kwargs))
         return original(self, *args, **kwargs)
 
@@ -518,7 +523,7 @@ def install() -> None:
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.is_current_stream_capturing = lambda: GPU.is_capturing
     cuda.CUDAGraph, cuda.graph = Graph, _captured
-    cuda.device_count, cuda.current_device = lambda: 2, lambda: GPU.current.index
+    cuda.device_count, cuda.current_device = lambda: 2, lambda: THREAD.device.index
     # The CPU's random number generator replaces that of the device.
     cuda.get_rng_state, cuda.set_rng_state = (
         lambda *_: torch.get_rng_state(),
