@@ -50,7 +50,7 @@ class Kind:
 
 KINDS = (
     Kind("NaN for good", math.nan, True, ("nan_gradient",)),
-    Kind("explosion that stays, 10,000 times", 1e4, True, ("exploding_gradient",)),
+    Kind("explosion that stays, 10,000 times", 1e4, True, ("exploding_gradient", "nan_gradient")),  # NaN soon follows
     Kind("spike of one step, 100 times", 100.0, False, ("exploding_gradient", "gradient_spike")),
 )
 CADENCES: dict[str, dict[str, Any]] = {
