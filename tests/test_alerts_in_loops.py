@@ -375,3 +375,17 @@ def test_an_optimizer_of_other_tensors_is_one_incident() -> None:
     causes: list[str] = []
     run(model, advance, steps=60, on_alert=lambda alert: causes.append(alert.incident.cause))
     assert causes == ["stale_optimizer"]
+
+
+def test_nan_that_began_in_steps_that_were_not_measured_has_no_cause_that_could_be_known() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    watcher, sink = watch(model, rules=None, sample_every=10)
+    for number in range(1, 41):
+        optimizer.zero_grad()
+        (loss_of(model, number) * (float("nan") if number == 33 else 1.0)).backward()
+        optimizer.step()
+    watcher.remove()
+    [alert] = [alert for alert in sink.alerts if alert.incident.kind == "nan_gradient"]
+    assert (alert.step, alert.incident.cause, alert.incident.rival) == (40, "unseen", "")
+    assert "Steps 31 to 39 were not measured." in alert.text

@@ -157,6 +157,21 @@ def test_steps_that_a_graph_replays_are_counted_and_said_to_be_unmeasured(num_gr
     assert len([text for text in said() if "CUDA graph" in text]) == 1
 
 
+def test_a_watcher_that_goes_during_a_capture_hides_no_later_step():
+    model = nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watcher, _ = watch(model, backend=QUICK)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        watcher.remove()
+    watcher, sink = watch(model, backend=QUICK)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8, device="cuda")).sum().backward()
+        optimizer.step()
+    assert samples(watcher, sink).steps.tolist() == [1, 2, 3]
+
+
 def test_gradients_that_a_captured_optimizer_step_uses_are_measured():
     model = nn.Linear(8, 8).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

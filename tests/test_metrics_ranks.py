@@ -129,12 +129,13 @@ def test_a_healthy_training_is_silent() -> None:
 
 @pytest.mark.distributed
 def test_a_gradient_that_is_not_finite_on_one_rank_only_names_it() -> None:
-    for result in results(NAN):
+    for rank, result in enumerate(results(NAN)):
         first = result["metrics"]["gradwatch/first_nonfinite_rank"]
         assert np.isnan(first[:-1]).all()
         assert first[-1] == 1
         [incident] = [one for one in result["nan"] if one.kind == "nan_gradient"]
         assert (incident.rank, incident.layers[0].name) == (1, "4.bias")
+        assert incident.cause == ("nonfinite_inputs" if rank == 1 else "another_rank")
         assert np.isnan(result["metrics"]["ranks/rank_1/local_norm"][-1])
 
 

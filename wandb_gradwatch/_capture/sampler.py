@@ -14,11 +14,9 @@
 The SampleClock decides when a sample is complete; Commits then hands it to the window.
 """
 
-import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from torch import Tensor
@@ -46,8 +44,7 @@ from .scaling_events import ScalingEvents
 from .schedule import RankPlans
 from .step_events import StepEvents
 
-_START_TIME: Final = 19  # starttime in /proc/self/stat (proc(5)), counted from the field after the name
-_IMPORTED: Final = time.perf_counter()
+_PROGRAM_BEGAN: Final = time.perf_counter()  # this package is imported near the start of a program
 _CADENCE: Final = "cadence"  # the prefix of the ranks' plans in the store
 
 
@@ -84,8 +81,7 @@ class Sampler:
     def start(self, session: RankSession | None) -> None:
         """Register every hook. Invalid arguments have raised before. `session`: None without other ranks."""
         now, parts = time.perf_counter(), self.parts
-        before = max(_process_age(), now - _IMPORTED)
-        parts.schedule.start(now, self.seconds_spent, before=before)
+        parts.schedule.start(now, self.seconds_spent, before=max(now - _PROGRAM_BEGAN, 0.0))
         if session is not None and parts.schedule.is_open_ended:
             store, ask = partial(session.store, _CADENCE), partial(session.ask, _CADENCE)
             parts.schedule.ranks = RankPlans(store, leads=session.rank == 0, ask=ask)
@@ -185,13 +181,3 @@ class Sampler:
     def flush_window(self) -> None:
         """End the window after the last committed sample, because the user asks for it."""
         self._commits.flush_window()
-
-
-def _process_age() -> float:
-    """Seconds since this process started, where Linux tells; otherwise 0."""
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(after_name[_START_TIME]) / os.sysconf("SC_CLK_TCK")  # seconds since the machine started
-        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
-    except (OSError, ValueError, IndexError, AttributeError):  # another system, or no /proc
-        return 0.0

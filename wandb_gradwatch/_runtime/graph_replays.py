@@ -29,6 +29,10 @@ class GraphReplays(Listeners):
         yield graph, "capture_end", {"at_exit": self._ended}
         yield graph, "replay", {"after": self._replayed}
 
+    def _uninstall(self) -> None:
+        super()._uninstall()
+        self.is_capturing = False  # the end of a capture that is under way is not seen any more
+
     @entry_point()
     def _begun(self, _: Call) -> None:
         self.is_capturing, self._captured = True, []
